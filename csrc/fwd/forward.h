@@ -1,0 +1,44 @@
+// The sm_90a forward pass, as the binding sees it. No torch, no CUDA headers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/params.h"
+
+namespace flashmsa::fwd {
+
+// Facts about one compiled kernel, for explain() and `python -m flashmsa info`.
+struct KernelInfo {
+  std::string name;         // e.g. "fwd_causal_d128_bf16"
+  MaskKind mask;
+  DType dtype;
+  int32_t head_dim_bucket;  // serves head_dim and head_dim_v up to this
+  int32_t block_q;          // rows of a tile
+  int32_t block_kv;         // keys of a tile
+  int32_t stages;           // of K and of V each
+  int32_t consumer_warpgroups;
+  int32_t threads;
+  int32_t registers_producer, registers_consumer;
+  int32_t shared_memory;    // bytes
+};
+
+// Every compiled kernel. Empty when the extension was built without CUDA.
+std::vector<KernelInfo> kernels();
+
+// The kernel that would run these params (mask kind, dtype, head dims); nullptr where none exists.
+const KernelInfo* find_kernel(const AttentionParams& params);
+
+// Bytes of device memory that attention_forward needs beside its outputs: O(tiles + documents). 16-byte aligned; its
+// content does not matter before or after. 0 for small grids without a plan.
+size_t workspace_size(const AttentionParams& params, int32_t num_sms);
+
+// Launches on `stream` (a cudaStream_t) of the current device, whose SM count is num_sms. Does not synchronise.
+// Requires, and does not check again: scale > 0; strides that are multiples of 8 elements and 16-byte aligned data
+// pointers for q, k, v, out; find_kernel(params) != nullptr; batch, heads_q and len_q > 0. len_kv may be 0.
+// Throws std::runtime_error with the failing call and its arguments.
+void attention_forward(const AttentionParams& params, void* workspace, int32_t num_sms, void* stream);
+
+}  // namespace flashmsa::fwd

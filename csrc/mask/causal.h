@@ -1,0 +1,31 @@
+// Query i sees the keys j <= p, where p = i + shift is its position among the keys.
+#pragma once
+
+#include "mask/interval.h"
+
+namespace flashmsa::mask {
+
+struct Causal {
+  static constexpr const char* kName = "causal";
+  static constexpr MaskKind kKind = MaskKind::kCausal;
+  static constexpr bool kPlanned = false;
+
+  struct Params {
+    int32_t shift;  // len_kv - len_q (aligned bottom-right), or 0 (top-left)
+    int32_t len_kv;
+  };
+  struct Block {};
+
+  static Params make_params(const AttentionParams& p) {
+    return {p.mask.top_left ? 0 : p.len_kv - p.len_q, p.len_kv};
+  }
+
+  static FLASHMSA_HD Block block(const Params&, int32_t /*batch*/, int32_t /*first_row*/, int32_t /*last_row*/) {
+    return {};
+  }
+  static FLASHMSA_HD Interval row(const Params& params, const Block&, int32_t i) {
+    return {0, clamp(i + params.shift + 1, 0, params.len_kv)};
+  }
+};
+
+}  // namespace flashmsa::mask

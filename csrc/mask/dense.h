@@ -1,0 +1,26 @@
+// Every query sees every key.
+#pragma once
+
+#include "mask/interval.h"
+
+namespace flashmsa::mask {
+
+struct Dense {
+  static constexpr const char* kName = "dense";
+  static constexpr MaskKind kKind = MaskKind::kDense;
+  static constexpr bool kPlanned = false;
+
+  struct Params {
+    int32_t len_kv;
+  };
+  struct Block {};
+
+  static Params make_params(const AttentionParams& p) { return {p.len_kv}; }
+
+  static FLASHMSA_HD Block block(const Params&, int32_t /*batch*/, int32_t /*first_row*/, int32_t /*last_row*/) {
+    return {};
+  }
+  static FLASHMSA_HD Interval row(const Params& params, const Block&, int32_t /*i*/) { return {0, params.len_kv}; }
+};
+
+}  // namespace flashmsa::mask

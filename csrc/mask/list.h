@@ -1,0 +1,11 @@
+// The list of masks. Adding one: a header beside this, a line here, a dataclass in flashmsa/masks.py.
+#pragma once
+
+#include "mask/causal.h"
+#include "mask/dense.h"
+#include "mask/document.h"
+
+#define FLASHMSA_FOR_EACH_MASK(X) \
+  X(Dense)                        \
+  X(Causal)                       \
+  X(Document)

@@ -1,0 +1,314 @@
+// Attention of one block of query rows on one thread, by online softmax over the key tiles of its plan:
+//
+//   O = sum_j exp(s_ij - top_i) v_j / sum_j exp(s_ij - top_i),   s_ij = scale * q_i.k_j,   lse_i = top_i + log sum
+//
+// Compiled once per instruction set, so it has no include guard: forward.cpp defines the three macros below before each
+// inclusion. Vector types and not plain loops, because the sums must stay in registers and compilers disagree on that.
+//   FLASHMSA_CPU_ISA      namespace of this copy
+//   FLASHMSA_CPU_TARGET   attribute that selects the instruction set. NOTE: on every function, since a vector operation
+//                         is lowered by the function it is written in, before inlining.
+//   FLASHMSA_CPU_VECTOR   bytes of a vector register
+//
+// What a row may not see it never reads: logits outside its interval are replaced, and values outside it are not
+// multiplied by a zero weight (0 * NaN is NaN) but left out. So no NaN or infinity crosses from key to row.
+
+namespace flashmsa::cpu::FLASHMSA_CPU_ISA {
+
+typedef float VectorF32 __attribute__((vector_size(FLASHMSA_CPU_VECTOR), may_alias));
+typedef double VectorF64 __attribute__((vector_size(FLASHMSA_CPU_VECTOR), may_alias));
+typedef uint32_t VectorU32 __attribute__((vector_size(FLASHMSA_CPU_VECTOR), may_alias));
+
+template <class Acc>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  using Type = VectorF32;
+};
+template <>
+struct VectorOf<double> {
+  using Type = VectorF64;
+};
+template <class Acc>
+using Vector = typename VectorOf<Acc>::Type;
+
+template <class Acc>
+inline constexpr int32_t kLanes = FLASHMSA_CPU_VECTOR / static_cast<int32_t>(sizeof(Acc));
+
+// Register blocks. Logits: 2 vectors of rows x kKeysAtOnce keys; values: kRowsAtOnce rows x kColumnVectors vectors.
+// Either way at least 8 sums, to cover the latency of two fused multiply-adds per cycle, in 16 or 32 registers.
+inline constexpr int32_t kKeysAtOnce = FLASHMSA_CPU_VECTOR == 64 ? 8 : 4;
+inline constexpr int32_t kRowsAtOnce = 4;
+inline constexpr int32_t kColumnVectors = FLASHMSA_CPU_VECTOR == 64 ? 4 : 2;
+static_assert(kKeysAtOnce <= kSlack && FLASHMSA_CPU_VECTOR <= kLine);
+
+template <class Acc>
+inline constexpr Acc kMinusInfinity = -std::numeric_limits<Acc>::infinity();
+
+// The vector at an aligned address.
+template <class Acc>
+FLASHMSA_CPU_TARGET inline Vector<Acc>& at(Acc* p) {
+  return *reinterpret_cast<Vector<Acc>*>(p);
+}
+template <class Acc>
+FLASHMSA_CPU_TARGET inline const Vector<Acc>& at(const Acc* p) {
+  return *reinterpret_cast<const Vector<Acc>*>(p);
+}
+
+// x = e^x for x <= 0, to 1e-7 relative. -inf and whatever ends below the smallest normal number give 0, NaN gives NaN.
+FLASHMSA_CPU_TARGET inline void exp_nonpositive(VectorF32& x) {
+  constexpr float kLowest = -87.3365f;  // ln 2^-126
+  constexpr float kRound = 0x1.8p23f;   // adding it leaves an integer in the low bits of the sum
+  const VectorF32 y = x < kLowest ? VectorF32{} + kLowest : x;
+  // e^y = 2^n e^r with n whole and |r| <= ln(2) / 2; ln 2 in two parts, the first exact in a product with n.
+  const VectorF32 rounded = y * 1.44269504f + kRound;
+  const VectorF32 n = rounded - kRound;
+  const VectorF32 r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  VectorF32 series = r * (1.f / 5040) + 1.f / 720;  // (e^r - 1 - r) / r^2, its next term is below 2^-27
+  series = series * r + 1.f / 120;
+  series = series * r + 1.f / 24;
+  series = series * r + 1.f / 6;
+  series = series * r + 1.f / 2;
+  const VectorF32 power = (VectorF32)(((VectorU32)rounded + 127u) << 23);
+  const VectorF32 result = (series * r * r + r + 1.f) * power;
+  x = x < kLowest ? VectorF32{} : result;
+}
+
+FLASHMSA_CPU_TARGET inline void exp_nonpositive(VectorF64& x) {
+  for (int32_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::exp(x[lane]);
+}
+
+// Columns of the block's rows become rows of scratch.q; rows that do not exist are 0.
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET inline void load_queries(const BlockTask<T>& task, Scratch<Acc>& scratch) {
+  Acc* q = scratch.q;
+  std::fill_n(q, task.head_dim * kBlockQ, Acc(0));
+  for (int32_t row = 0; row < task.rows; ++row) {
+    const T* from = task.q.data + row * task.q.stride;
+    for (int32_t c = 0; c < task.head_dim; ++c) q[c * kBlockQ + row] = widen(from[c]);
+  }
+}
+
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET inline void load_rows(Rows<const T> from, int64_t first, int32_t count, int32_t columns, Acc* to,
+                                          int32_t to_stride) {
+  for (int32_t row = 0; row < count; ++row) {
+    const T* __restrict source = from.data + (first + row) * from.stride;
+    Acc* __restrict target = to + row * to_stride;
+    for (int32_t c = 0; c < columns; ++c) target[c] = widen(source[c]);
+  }
+}
+
+// s[key][row] = scale * k.q for kVectors vectors of rows and the keys [begin, end), rounded up to kKeysAtOnce.
+template <int32_t kVectors, class Acc>
+FLASHMSA_CPU_TARGET inline void logits(const Acc* q, const Acc* k, Acc* s, int32_t head_dim, Acc scale, int32_t begin,
+                                       int32_t end) {
+  for (int32_t key = begin; key < end; key += kKeysAtOnce) {
+    Vector<Acc> sum[kKeysAtOnce][kVectors] = {};
+    const Acc* keys = k + key * head_dim;
+    for (int32_t c = 0; c < head_dim; ++c) {
+      Vector<Acc> column[kVectors];
+#pragma GCC unroll 8
+      for (int32_t x = 0; x < kVectors; ++x) column[x] = at(q + c * kBlockQ + x * kLanes<Acc>);
+#pragma GCC unroll 8
+      for (int32_t j = 0; j < kKeysAtOnce; ++j) {
+#pragma GCC unroll 8
+        for (int32_t x = 0; x < kVectors; ++x) sum[j][x] += column[x] * keys[j * head_dim + c];
+      }
+    }
+#pragma GCC unroll 8
+    for (int32_t j = 0; j < kKeysAtOnce; ++j) {
+#pragma GCC unroll 8
+      for (int32_t x = 0; x < kVectors; ++x) at(s + (key + j) * kBlockQ + x * kLanes<Acc>) = sum[j][x] * scale;
+    }
+  }
+}
+
+// Replaces the logits of [keys.begin, keys.end) that a row may not see by -inf, whatever they came to.
+template <class Acc>
+FLASHMSA_CPU_TARGET inline void hide(Acc* s, const int32_t* begin, const int32_t* end, int32_t rows,
+                                     mask::Interval keys) {
+  for (int32_t row = 0; row < rows; ++row) {
+    const int32_t left = min_of(begin[row], keys.end);
+    const int32_t right = max_of(end[row], keys.begin);
+    for (int32_t key = keys.begin; key < left; ++key) s[key * kBlockQ + row] = kMinusInfinity<Acc>;
+    for (int32_t key = right; key < keys.end; ++key) s[key * kBlockQ + row] = kMinusInfinity<Acc>;
+  }
+}
+
+// Turns a vector of rows' logits into weights exp(s - top), raises top, adds to sum, and sets decay to what older
+// weights must be multiplied by.
+template <class Acc>
+FLASHMSA_CPU_TARGET inline void softmax(Acc* s, mask::Interval keys, Acc* top, Acc* sum, Acc* decay) {
+  Vector<Acc> highest = at(top);
+  for (int32_t key = keys.begin; key < keys.end; ++key) {
+    const Vector<Acc> logit = at(s + key * kBlockQ);
+    highest = logit > highest ? logit : highest;  // skips NaN; the weights below do not
+  }
+  // NOTE: a row that has met only -inf subtracts 0, so that its weights are e^-inf = 0 and not e^NaN.
+  const Vector<Acc> shift = highest == kMinusInfinity<Acc> ? Vector<Acc>{} : highest;
+  Vector<Acc> factor = at(top) - shift;
+  exp_nonpositive(factor);
+  Vector<Acc> total = at(sum) * factor;
+  for (int32_t key = keys.begin; key < keys.end; ++key) {
+    Vector<Acc> weight = at(s + key * kBlockQ) - shift;
+    exp_nonpositive(weight);
+    at(s + key * kBlockQ) = weight;
+    total += weight;
+  }
+  at(top) = highest;
+  at(sum) = total;
+  at(decay) = factor;
+}
+
+template <class Acc>
+FLASHMSA_CPU_TARGET inline void rescale(Acc* o, const Acc* decay, int32_t rows, int32_t columns) {
+  for (int32_t row = 0; row < rows; ++row) {
+    if (decay[row] == Acc(1)) continue;
+    for (int32_t c = 0; c < columns; c += kLanes<Acc>) at(o + row * columns + c) *= decay[row];
+  }
+}
+
+// o[row][c] += sum over keys of p[key][row] * v[key][c], for kRows rows and kVectors vectors of columns.
+template <int32_t kRows, int32_t kVectors, class Acc>
+FLASHMSA_CPU_TARGET inline void add_values(Acc* o, const Acc* p, const Acc* v, int32_t stride, mask::Interval keys) {
+  Vector<Acc> sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int32_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int32_t x = 0; x < kVectors; ++x) sum[r][x] = at(o + r * stride + x * kLanes<Acc>);
+  }
+  for (int32_t key = keys.begin; key < keys.end; ++key) {
+    Vector<Acc> value[kVectors];
+#pragma GCC unroll 8
+    for (int32_t x = 0; x < kVectors; ++x) value[x] = at(v + key * stride + x * kLanes<Acc>);
+#pragma GCC unroll 8
+    for (int32_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int32_t x = 0; x < kVectors; ++x) sum[r][x] += value[x] * p[key * kBlockQ + r];
+    }
+  }
+#pragma GCC unroll 8
+  for (int32_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int32_t x = 0; x < kVectors; ++x) at(o + r * stride + x * kLanes<Acc>) = sum[r][x];
+  }
+}
+
+template <int32_t kRows, class Acc>
+FLASHMSA_CPU_TARGET inline void add_columns(Acc* o, const Acc* p, const Acc* v, int32_t stride, mask::Interval keys) {
+  if (keys.begin >= keys.end) return;
+  constexpr int32_t kStep = kColumnVectors * kLanes<Acc>;
+  int32_t c = 0;
+  for (; c + kStep <= stride; c += kStep) add_values<kRows, kColumnVectors>(o + c, p, v + c, stride, keys);
+  for (; c < stride; c += kLanes<Acc>) add_values<kRows, 1>(o + c, p, v + c, stride, keys);
+}
+
+// O += P V for kRowsAtOnce rows: the keys that all of them see together, the keys on either side row by row.
+template <class Acc>
+FLASHMSA_CPU_TARGET inline void accumulate(Acc* o, const Acc* p, const Acc* v, int32_t stride, const int32_t* begin,
+                                           const int32_t* end) {
+  mask::Interval common = {begin[0], end[0]};
+  for (int32_t r = 1; r < kRowsAtOnce; ++r) {
+    common = {max_of(common.begin, begin[r]), min_of(common.end, end[r])};
+  }
+  if (common.begin >= common.end) {
+    for (int32_t r = 0; r < kRowsAtOnce; ++r) add_columns<1>(o + r * stride, p + r, v, stride, {begin[r], end[r]});
+    return;
+  }
+  add_columns<kRowsAtOnce>(o, p, v, stride, common);
+  for (int32_t r = 0; r < kRowsAtOnce; ++r) {
+    add_columns<1>(o + r * stride, p + r, v, stride, {begin[r], common.begin});
+    add_columns<1>(o + r * stride, p + r, v, stride, {common.end, end[r]});
+  }
+}
+
+// The keys that some of the rows may see.
+FLASHMSA_CPU_TARGET inline mask::Interval visible_keys(const int32_t* begin, const int32_t* end, int32_t rows) {
+  mask::Interval keys = {kBlockKv, 0};
+  for (int32_t row = 0; row < rows; ++row) {
+    if (begin[row] < end[row]) keys = {min_of(keys.begin, begin[row]), max_of(keys.end, end[row])};
+  }
+  return keys;
+}
+
+// One key tile for all rows of the block.
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, int32_t tile, Scratch<Acc>& scratch) {
+  // Of the tile, the keys that the block may see at all.
+  const BlockPlan& plan = task.plan;
+  const int64_t first = max_of<int64_t>(static_cast<int64_t>(tile) * kBlockKv, plan.first_key);
+  const int64_t last = min_of<int64_t>(static_cast<int64_t>(tile + 1) * kBlockKv, plan.last_key);
+  if (first >= last) return;
+  const int32_t count = static_cast<int32_t>(last - first);
+  load_rows(task.k, first, count, task.head_dim, static_cast<Acc*>(scratch.k), task.head_dim);
+  load_rows(task.v, first, count, task.head_dim_v, static_cast<Acc*>(scratch.v), scratch.padded_dim_v);
+
+  const bool partial = plan.tiles.classify(tile) != mask::TileClass::kFull;
+  for (int32_t row = 0; row < kBlockQ; ++row) {
+    scratch.begin[row] = static_cast<int32_t>(clamp<int64_t>(plan.begin[row] - first, 0, count));
+    scratch.end[row] = static_cast<int32_t>(clamp<int64_t>(plan.end[row] - first, scratch.begin[row], count));
+  }
+
+  constexpr int32_t kRowGroup = 2 * kLanes<Acc>;
+  static_assert(kBlockQ % kRowGroup == 0 && kRowGroup % kRowsAtOnce == 0);
+  for (int32_t row = 0; row < task.rows; row += kRowGroup) {
+    const int32_t vectors = task.rows - row > kLanes<Acc> ? 2 : 1;
+    const int32_t rows = vectors * kLanes<Acc>;
+    const int32_t* begin = scratch.begin + row;
+    const int32_t* end = scratch.end + row;
+    const mask::Interval keys = visible_keys(begin, end, rows);
+    if (keys.begin >= keys.end) continue;
+
+    // S = scale Q K^T
+    const Acc* q = scratch.q + row;
+    Acc* s = scratch.p + row;
+    if (vectors == 2) {
+      logits<2>(q, static_cast<Acc*>(scratch.k), s, task.head_dim, task.scale, keys.begin, keys.end);
+    } else {
+      logits<1>(q, static_cast<Acc*>(scratch.k), s, task.head_dim, task.scale, keys.begin, keys.end);
+    }
+    if (partial) hide(s, begin, end, rows, keys);
+
+    // P = exp(S - top)
+    for (int32_t r = 0; r < rows; r += kLanes<Acc>) {
+      softmax(s + r, keys, scratch.top + row + r, scratch.sum + row + r, scratch.decay + row + r);
+    }
+
+    // O = O exp(old top - top) + P V
+    Acc* o = scratch.o + row * scratch.padded_dim_v;
+    rescale(o, static_cast<Acc*>(scratch.decay + row), rows, scratch.padded_dim_v);
+    for (int32_t r = 0; r < min_of(rows, task.rows - row); r += kRowsAtOnce) {
+      accumulate(o + r * scratch.padded_dim_v, static_cast<const Acc*>(s + r), static_cast<Acc*>(scratch.v),
+                 scratch.padded_dim_v, begin + r, end + r);
+    }
+  }
+}
+
+// O = O / sum and lse = top + log(sum); a row that has seen no key, or only logits of -inf, gives 0 and -inf.
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET inline void store_rows(const BlockTask<T>& task, Scratch<Acc>& scratch) {
+  for (int32_t row = 0; row < task.rows; ++row) {
+    const Acc sum = scratch.sum[row];
+    const bool empty = sum == Acc(0);
+    const Acc* from = scratch.o + row * scratch.padded_dim_v;
+    T* to = task.out.data + row * task.out.stride;
+    for (int32_t c = 0; c < task.head_dim_v; ++c) narrow(empty ? Acc(0) : from[c] / sum, to[c]);
+    if (task.lse != nullptr) {
+      task.lse[row] = static_cast<float>(empty ? kMinusInfinity<Acc> : scratch.top[row] + std::log(sum));
+    }
+  }
+}
+
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET void attend_block(const BlockTask<T>& task, Scratch<Acc>& scratch) {
+  load_queries(task, scratch);
+  std::fill_n(static_cast<Acc*>(scratch.top), kBlockQ, kMinusInfinity<Acc>);
+  std::fill_n(static_cast<Acc*>(scratch.sum), kBlockQ, Acc(0));
+  std::fill_n(static_cast<Acc*>(scratch.o), kBlockQ * scratch.padded_dim_v, Acc(0));
+  for (int32_t step = 0; step < task.plan.tiles.count(); ++step) {
+    attend_tile(task, task.plan.tiles.visit(step), scratch);
+  }
+  store_rows(task, scratch);
+}
+
+}  // namespace flashmsa::cpu::FLASHMSA_CPU_ISA

@@ -1,0 +1,61 @@
+"""Shared test set-up: the gpu marker, seeds, and a clean state after every test."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# A fixed run of examples keeps one tree's result the same everywhere; HYPOTHESIS_PROFILE=explore looks for new ones.
+_COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fixed", derandomize=True, max_examples=25, **_COMMON)
+settings.register_profile("explore", max_examples=300, print_blob=True, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def gpu_skip_reason() -> str | None:
+    """Why tests marked gpu cannot run here; None where they can."""
+    if not torch.cuda.is_available():
+        return "needs a GPU of compute capability 9.0; torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs a GPU of compute capability 9.0; this one has {capability[0]}.{capability[1]}"
+    import flashmsa
+
+    info = flashmsa._C.build_info()
+    if not info["cuda"]:
+        return f"needs the sm_90a kernels; this build left them out: {info.get('reason', info)}"
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU of compute capability 9.0 and the compiled kernels")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = gpu_skip_reason() if marked else None
+    if reason is not None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """A seed from the test's own name: a test alone sees the data it sees in a full run."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def checked_mode():
+    """flashmsa.check(True) for one test."""
+    import flashmsa
+
+    flashmsa.check(True)
+    try:
+        yield
+    finally:
+        flashmsa.check(False)

@@ -1,5 +1,5 @@
 // Walks (batch, head, query block) in parallel: plans each block by its mask, then runs attend_block for the element type
-// and the widest instruction set of this processor.
+// and the instruction set.
 #include "cpu/forward.h"
 
 #include <algorithm>
@@ -7,8 +7,10 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <string>
 
 #include "cpu/block.h"
+#include "cpu/isa.h"
 #include "mask/list.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -82,15 +84,13 @@ template <class T>
 using AttendBlock = void (*)(const BlockTask<T>&, Scratch<AccumulateType<T>>&);
 
 template <class T>
-AttendBlock<T> find_attend_block() {
+AttendBlock<T> find_attend_block(Isa isa) {
 #if FLASHMSA_CPU_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    return avx512::attend_block<T>;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::attend_block<T>;
+  if (isa == Isa::kAvx512) return avx512::attend_block<T>;
+  if (isa == Isa::kAvx2) return avx2::attend_block<T>;
 #endif
-  return baseline::attend_block<T>;
+  if (isa == Isa::kBaseline) return baseline::attend_block<T>;
+  throw std::invalid_argument(std::string("isa: ") + name(isa) + " code is not part of this build");
 }
 
 template <class T>
@@ -123,12 +123,12 @@ BlockTask<T> make_task(const AttentionParams& params, PlanBlock plan_block, int6
 }
 
 template <class T>
-void attention(const AttentionParams& params, const ParallelFor& parallel_for) {
+void attention(const AttentionParams& params, const ParallelFor& parallel_for, Isa isa) {
   const int32_t blocks = ceil_div(params.len_q, kBlockQ);
   const int64_t count = static_cast<int64_t>(params.batch) * params.heads_q * blocks;
   if (count == 0) return;
   const PlanBlock plan_block = find_plan(params.mask.kind);
-  static const AttendBlock<T> attend_block = find_attend_block<T>();
+  const AttendBlock<T> attend_block = find_attend_block<T>(isa);
 
   // A thread gets at least about 2^20 multiply-adds, or starting it costs more than it saves.
   const int64_t block_cost =
@@ -149,19 +149,50 @@ void attention(const AttentionParams& params, const ParallelFor& parallel_for) {
 
 }  // namespace
 
-void attention_forward(const AttentionParams& params, const ParallelFor& parallel_for) {
+const char* name(Isa isa) {
+  switch (isa) {
+    case Isa::kBaseline:
+      return "baseline";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+  }
+  return "unknown";
+}
+
+std::vector<Isa> supported_isas() {
+  std::vector<Isa> isas = {Isa::kBaseline};
+#if FLASHMSA_CPU_X86
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    isas.push_back(Isa::kAvx2);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      isas.push_back(Isa::kAvx512);
+    }
+  }
+#endif
+  return isas;
+}
+
+void attention_forward(const AttentionParams& params, const ParallelFor& parallel_for, Isa isa) {
   switch (params.dtype) {
     case DType::kF16:
-      return attention<Float16>(params, parallel_for);
+      return attention<Float16>(params, parallel_for, isa);
     case DType::kBF16:
-      return attention<BFloat16>(params, parallel_for);
+      return attention<BFloat16>(params, parallel_for, isa);
     case DType::kF32:
-      return attention<float>(params, parallel_for);
+      return attention<float>(params, parallel_for, isa);
     case DType::kF64:
-      return attention<double>(params, parallel_for);
+      return attention<double>(params, parallel_for, isa);
   }
   throw std::invalid_argument("dtype: the CPU backend has no element type " +
                               std::to_string(static_cast<int>(params.dtype)));
+}
+
+void attention_forward(const AttentionParams& params, const ParallelFor& parallel_for) {
+  static const Isa widest = supported_isas().back();
+  attention_forward(params, parallel_for, widest);
 }
 
 }  // namespace flashmsa::cpu

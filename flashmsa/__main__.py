@@ -1,0 +1,73 @@
+"""python -m flashmsa info | demo | bench | check
+
+info   device, driver, torch, build, and the compiled kernels with their tiles, registers and shared memory
+demo   search over the running Python's documentation: hundreds of texts packed into one sequence
+bench  times the kernels beside others' (from a source checkout; arguments go to benchmarks/run.py)
+check  a quick self-test of this machine's backends against the float64 reference
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+
+def info(argv: list[str]) -> int:
+    from .info import text
+
+    _expect_none("info", argv)
+    print(text())
+    return 0
+
+
+def demo(argv: list[str]) -> int:
+    from .demo import main as run
+
+    return run(argv) or 0
+
+
+def bench(argv: list[str]) -> int:
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / "run.py"
+    if not script.exists():
+        print(
+            f"bench: the benchmarks are part of the source checkout, not of the installed package in {Path(__file__).parent}"
+            "; there, run `python benchmarks/run.py`, or `make bench`",
+            file=sys.stderr,
+        )
+        return 1
+    sys.argv = [str(script), *argv]
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def check(argv: list[str]) -> int:
+    from .selftest import run
+
+    _expect_none("check", argv)
+    return 0 if run() else 1
+
+
+def _expect_none(command: str, argv: list[str]) -> None:
+    if argv:
+        print(f"{command}: takes no arguments, got {' '.join(argv)}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+COMMANDS = {"info": info, "demo": demo, "bench": bench, "check": check}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    asked = not argv or argv[0] in ("-h", "--help")
+    if not asked:
+        print(f"flashmsa: {argv[0]!r} is no command; one of {', '.join(COMMANDS)}\n", file=sys.stderr)
+    print(__doc__, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

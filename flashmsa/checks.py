@@ -1,0 +1,153 @@
+"""The argument checks of the paths written in Python: the composed backend and the reference.
+
+The native backends have the same checks in the binding, before any launch. Each message names the argument, what it was
+and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masks import Mask
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+_FP32_MAX = torch.finfo(torch.float32).max
+# Options that no backend has yet. Named so that nobody takes a silent default for a result.
+_FP8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
+
+
+def check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}; must be a torch.Tensor")
+
+
+def check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Mask):
+        hint = "; a dense bool mask is not supported yet" if isinstance(mask, Tensor) else ""
+        raise TypeError(f"mask: {type(mask).__name__}; must be a flashmsa mask (Dense, Causal, Document) or None{hint}")
+
+
+def check_gaps(q: Tensor, dropout_p: float, config: Any) -> None:
+    """Raises NotImplementedError for what no backend can do yet."""
+    if q.dtype in _FP8:
+        raise NotImplementedError(f"q: dtype {q.dtype} is not supported yet; use torch.bfloat16")
+    _check_number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: {dropout_p}; must lie in [0, 1)")
+    if dropout_p > 0.0:
+        raise NotImplementedError(f"dropout_p: {dropout_p}; dropout is not supported yet, use 0.0")
+    if config is not None:
+        raise NotImplementedError(f"config: {config!r}; choosing a kernel is not supported yet, use None")
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    *,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """Raises TypeError or ValueError for tensors and options that do not fit together."""
+    _check_inputs(q, k, v)
+    _check_shapes(q, k, v)
+    check_mask(mask)
+    _check_mask_tensors(q, mask)
+    if scale is not None:
+        _check_number("scale", scale)
+        # The computation is in fp32; only fp64 keeps a scale beyond it.
+        if q.dtype != torch.float64 and isinstance(scale, (int, float)) and abs(scale) > _FP32_MAX:
+            raise ValueError(f"scale: {scale} is not finite in fp32; the default is 1/sqrt({q.shape[3]})")
+    _check_number("softcap", softcap)
+    if softcap < 0.0:
+        raise ValueError(f"softcap: {softcap}; must be positive, or 0 for none")
+    heads = q.shape[1]
+    _check_per_head("sinks", sinks, q, ((heads,),))
+    _check_per_head("alibi_slopes", alibi_slopes, q, ((heads,), (q.shape[0], heads)))
+    if out is not None:
+        _check_out(out, q, v)
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; must be (batch, heads, sequence, head_dim)")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype {x.dtype}; must be float16, bfloat16, float32 or float64")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype} does not match q's {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: on {x.device}, q on {q.device}; all on one device")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, heads_q, _, head_dim = q.shape
+    heads_kv, len_kv = k.shape[1:3]
+    if k.shape[3] != head_dim:
+        raise ValueError(f"k: head_dim {k.shape[3]} does not match q's {head_dim}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != batch:
+            raise ValueError(f"{name}: batch {x.shape[0]} does not match q's {batch}")
+    if v.shape[1] != heads_kv:
+        raise ValueError(f"v: {v.shape[1]} heads do not match k's {heads_kv}")
+    if v.shape[2] != len_kv:
+        raise ValueError(f"v: length {v.shape[2]} does not match k's {len_kv}")
+    if heads_q % heads_kv if heads_kv else heads_q:
+        raise ValueError(
+            f"k: {heads_kv} heads do not divide q's {heads_q}; query head h uses kv head h // (heads_q / heads_kv)"
+        )
+    for name, d in (("q", head_dim), ("v", v.shape[3])):
+        if d % 8 or not 8 <= d <= MAX_HEAD_DIM:
+            nearest = min(max(-(-d // 8) * 8, 8), MAX_HEAD_DIM)
+            raise ValueError(
+                f"{name}: head_dim {d}; must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, the nearest is {nearest}"
+            )
+
+
+def _check_mask_tensors(q: Tensor, mask: Mask | None) -> None:
+    for x in () if mask is None else mask._lower()[2]:
+        if x.device != q.device:
+            raise ValueError(f"mask: on {x.device}, q on {q.device}; use mask.to({str(q.device)!r})")
+        if x.dim() == 2 and x.shape[0] != q.shape[0]:
+            raise ValueError(f"mask: offsets for a batch of {x.shape[0]} do not match q's batch {q.shape[0]}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: {type(value).__name__}; must be a number")
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        raise ValueError(f"{name}: {value}; must be finite")
+
+
+def _check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if x is None:
+        return
+    check_tensor(name, x)
+    if x.dtype != torch.float32:
+        raise TypeError(f"{name}: dtype {x.dtype}; must be torch.float32")
+    if x.shape not in shapes:
+        raise ValueError(f"{name}: shape {tuple(x.shape)}; must be {' or '.join(map(str, shapes))}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: on {x.device}, q on {q.device}; all on one device")
+
+
+def _check_out(out: Tensor, q: Tensor, v: Tensor) -> None:
+    check_tensor("out", out)
+    shape = (*q.shape[:3], v.shape[3])
+    if out.shape != shape:
+        raise ValueError(f"out: shape {tuple(out.shape)}; must be {shape}")
+    if out.dtype != q.dtype:
+        raise TypeError(f"out: dtype {out.dtype} does not match q's {q.dtype}")
+    if out.device != q.device:
+        raise ValueError(f"out: on {out.device}, q on {q.device}; all on one device")

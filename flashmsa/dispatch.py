@@ -1,0 +1,126 @@
+"""Which backend runs a call, and why the others do not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _C
+from .checks import DTYPES, MAX_HEAD_DIM
+
+BACKENDS = ("sm90", "cpu", "torch")
+SM90_DTYPES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = DTYPES
+MASK_KINDS = (0, 1, 2)  # MaskKind in csrc/core/params.h
+
+
+class Rejection(NamedTuple):
+    """Why a backend cannot run a call, and the error that says so when it was asked for by name."""
+
+    backend: str
+    reason: str
+    error: type[Exception]
+
+
+def choose(q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> tuple[str, tuple[Rejection, ...]]:
+    """The backend that ``backend=None`` picks for ``q``, and the rejections of those before it.
+
+    ``gaps`` names the options in use that native backends lack. Meta tensors go to the op's fake implementation, under
+    the name of the cpu backend.
+    """
+    rejections = []
+    for backend in BACKENDS[:2]:
+        rejection = reject(backend, q, mask_kind, gaps)
+        if rejection is None:
+            return backend, tuple(rejections)
+        rejections.append(rejection)
+    return "torch", tuple(rejections)
+
+
+def reject(backend: str, q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> Rejection | None:
+    """Why ``backend`` cannot run a call on ``q``'s device and dtype with this mask and options; None where it can."""
+    if backend == "torch":
+        return None
+    device = q.device.type
+    if backend == "sm90":
+        if device != "cuda":
+            return Rejection(backend, f"q is on {q.device}; needs a CUDA device of compute capability 9.0", ValueError)
+        reason = machine_reason(q.device.index)
+        if reason is not None:
+            return Rejection(backend, reason, RuntimeError)
+    elif device not in ("cpu", "meta"):
+        return Rejection(backend, f"q is on {q.device}; needs tensors on the CPU", ValueError)
+    gap = _gap(backend, q.dtype, mask_kind, gaps)
+    return None if gap is None else Rejection(backend, gap, NotImplementedError)
+
+
+def _gap(backend: str, dtype: torch.dtype, mask_kind: int, gaps: tuple[str, ...]) -> str | None:
+    """What the backend lacks for this call, on any machine."""
+    dtypes = SM90_DTYPES if backend == "sm90" else CPU_DTYPES
+    if dtype not in dtypes:
+        return f"no kernel for {_name(dtype)}, only for {', '.join(map(_name, dtypes))}"
+    if gaps:
+        return f"{', '.join(gaps)}: not in the native backends yet"
+    if backend == "sm90" and not kernel_exists(mask_kind, dtype):
+        return f"no kernel was compiled for mask kind {mask_kind} in {_name(dtype)}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.compiler.assume_constant_result
+def kernel_exists(mask_kind: int, dtype: torch.dtype) -> bool:
+    """Whether a kernel serves every head dim of this mask kind and dtype."""
+    return _C.find_kernel(mask_kind, dtype, MAX_HEAD_DIM, MAX_HEAD_DIM) is not None
+
+
+@torch.compiler.assume_constant_result
+def machine_reason(index: int | None) -> str | None:
+    """Why the sm90 kernels cannot run on CUDA device ``index`` (None: the current one); None where they can."""
+    build = build_reason()
+    if build is not None:
+        return build
+    if not torch.cuda.is_available():
+        return "no CUDA device or driver was found"
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) != (9, 0):
+        return f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; the kernels need 9.0"
+    return None
+
+
+def build_reason() -> str | None:
+    """Why this build has no sm90 kernels; None where it has them."""
+    info = _C.build_info()
+    if info["cuda"]:
+        return None
+    why = info.get("reason")
+    return f"flashmsa was built without kernels{f': {why}' if why else ''}"
+
+
+def named_error(rejection: Rejection) -> Exception:
+    """The error for a backend asked for by name."""
+    return rejection.error(
+        f"backend: {rejection.backend!r} cannot run this call: {rejection.reason}; backend=None picks one that can"
+    )
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def warn_once(reason: str) -> None:
+    """One warning per reason and process that the composed backend runs instead of a native one."""
+    if reason in _warned:
+        return
+    _warned.add(reason)
+    warnings.warn(
+        f"flashmsa runs its composed 'torch' backend, slower than a native one: {reason}. flashmsa.explain() tells more; "
+        "backend='torch' asks for it without a warning",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,215 @@
+"""``explain``: what a call would run, and why."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C, torch_backend
+from .checks import check_arguments, check_gaps, check_tensor
+from .dispatch import BACKENDS, build_reason, choose, reject
+from .masks import Mask
+from .ops import check_backend, option_gaps
+
+_CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``flashmsa.attention`` would do with some arguments. Print it, or read its fields.
+
+    Fields that do not apply to the backend, or cannot be known (a mask's values on the meta device), are None.
+    """
+
+    backend: str  # "sm90", "cpu" or "torch"
+    runs: bool  # False: that backend was asked for by name and cannot run the call here
+    reason: str  # why it was chosen, or why it cannot run
+    rejected: dict[str, str]  # each other path and its reason
+    call: str  # the arguments in short
+    kernel: str | None  # the compiled kernel's name
+    head_dim_bucket: int | None  # head_dim and head_dim_v are padded to this inside the kernel
+    tile: tuple[int, int] | None  # (query rows, keys)
+    stages: int | None  # tiles of K, and of V, in flight
+    threads: int | None  # per thread block
+    registers: tuple[int, int] | None  # per thread: (producer warp, consumer warps)
+    shared_memory: int | None  # bytes per thread block
+    full: int | None  # tiles without a mask test, over all batches and heads
+    partial: int | None  # tiles with one
+    skipped: int | None  # tiles that are never visited
+    pairs: int | None  # allowed (query, key) pairs, over all batches and heads
+    flops: int | None  # useful floating-point operations: 2 (D + Dv) for each allowed pair
+    notes: tuple[str, ...]
+
+    @property
+    def efficiency(self) -> float | None:
+        """Allowed pairs over the area of the visited tiles; None without tiles."""
+        if self.full is None or self.partial is None or self.tile is None or self.pairs is None:
+            return None
+        area = (self.full + self.partial) * self.tile[0] * self.tile[1]
+        return self.pairs / area if area else None
+
+    def __str__(self) -> str:
+        lines = [
+            ("call", self.call),
+            ("backend", f"{self.backend}: {self.reason}" if self.runs else f"{self.backend} cannot run: {self.reason}"),
+            *((f"not {path}", why) for path, why in self.rejected.items()),
+            ("kernel", self._kernel_line()),
+            ("tiles", self._tiles_line()),
+            ("work", None if self.flops is None else f"{_short(self.flops)}FLOP useful, {self.pairs:,} allowed pairs"),
+            *(("note", note) for note in self.notes),
+        ]
+        shown = [(name, text) for name, text in lines if text is not None]
+        return "\n".join(
+            textwrap.fill(text, 116, initial_indent=f"{name:<10}", subsequent_indent=" " * 10, break_long_words=False)
+            for name, text in shown
+        )
+
+    def _kernel_line(self) -> str | None:
+        if self.tile is None:
+            return None
+        rows, keys = self.tile
+        if self.kernel is None:
+            return f"tiles of {rows} rows x {keys} keys"
+        producer, consumer = self.registers or (0, 0)
+        return (
+            f"{self.kernel}: tiles of {rows} rows x {keys} keys, head dims up to {self.head_dim_bucket}, {self.stages} "
+            f"stages, {self.threads} threads, registers {producer} (producer) / {consumer} (consumer), "
+            f"{self.shared_memory:,} bytes of shared memory"
+        )
+
+    def _tiles_line(self) -> str | None:
+        if self.full is None:
+            return None
+        text = f"{self.full:,} full, {self.partial:,} partial, {self.skipped:,} skipped"
+        return text if self.efficiency is None else f"{text}; {self.efficiency:.1%} of the visited area is allowed"
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    config: Any = None,
+    out: Tensor | None = None,
+) -> Explanation:
+    """What ``attention`` would do with the same arguments, and why; nothing runs.
+
+    With ``backend`` named it describes that backend whether or not it can run here: ``backend="sm90"`` with CPU or meta
+    tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's offsets, so it waits
+    for their device. Raises for arguments that ``attention`` would not take on any backend.
+    """
+    check_tensor("q", q)
+    check_gaps(q, dropout_p, config)
+    check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
+    gaps = option_gaps(softcap, sinks, alibi_slopes)
+    kind = 0 if mask is None else mask._lower()[0]
+    notes = []
+    if backend is None:
+        chosen, rejections = choose(q, kind, gaps)
+        rejection, reason = None, _why_chosen(chosen, q)
+        rejected = {r.backend: r.reason for r in rejections}
+    else:
+        check_backend(backend)
+        chosen, rejection = backend, reject(backend, q, kind, gaps)
+        reason = "asked for by name" if rejection is None else rejection.reason
+        rejected = {}
+    for other in BACKENDS:
+        if other != chosen and other not in rejected:
+            rejected[other] = _why_not(other, backend, q, kind, gaps)
+    if chosen != "torch" and torch.is_grad_enabled():
+        wants_grad = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.requires_grad]
+        if wants_grad:
+            notes.append(
+                f"{', '.join(wants_grad)} requires grad, and {chosen} has no backward pass yet: the call raises; use "
+                "torch.no_grad() or backend='torch'"
+            )
+    kernel = _C.find_kernel(kind, q.dtype, q.shape[3], v.shape[3]) if chosen == "sm90" else None
+    if chosen == "sm90" and kernel is None and build_reason() is not None:
+        notes.append(f"which kernel it would be is not known: {build_reason()}")
+    tile = _tile(chosen, kernel, q, k)
+    counts = _tile_counts(q, k, mask, (1, 1) if tile is None else tile)
+    if counts is None:
+        notes.append("the mask's offsets hold no values on the meta device, so its tiles are not known")
+    walks_tiles = counts is not None and tile is not None and chosen != "torch"
+    registers = None if kernel is None else (kernel["registers_producer"], kernel["registers_consumer"])
+    return Explanation(
+        backend=chosen,
+        runs=rejection is None,
+        reason=reason,
+        rejected=rejected,
+        call=_describe_call(q, k, v, mask),
+        kernel=None if kernel is None else kernel["name"],
+        head_dim_bucket=None if kernel is None else kernel["head_dim_bucket"],
+        tile=tile,
+        stages=None if kernel is None else kernel["stages"],
+        threads=None if kernel is None else kernel["threads"],
+        registers=registers,
+        shared_memory=None if kernel is None else kernel["shared_memory"],
+        full=counts["full"] if walks_tiles else None,
+        partial=counts["partial"] if walks_tiles else None,
+        skipped=counts["skipped"] if walks_tiles else None,
+        pairs=None if counts is None else counts["allowed_pairs"],
+        flops=None if counts is None else 2 * counts["allowed_pairs"] * (q.shape[3] + v.shape[3]),
+        notes=tuple(notes),
+    )
+
+
+def _why_chosen(chosen: str, q: Tensor) -> str:
+    if chosen == "sm90":
+        return f"q is on {q.device}, of compute capability 9.0, and a kernel serves the call"
+    if chosen == "cpu":
+        return "q is on the CPU" if q.device.type == "cpu" else "q is on the meta device: shapes alone, nothing runs"
+    return "no native backend can run the call"
+
+
+def _why_not(other: str, named: str | None, q: Tensor, kind: int, gaps: tuple[str, ...]) -> str:
+    if other == "torch":
+        return "composed of torch operators; runs where no native backend can, or by name"
+    rejection = reject(other, q, kind, gaps)
+    return f"{named} was asked for by name" if rejection is None else rejection.reason
+
+
+def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> tuple[int, int] | None:
+    if chosen == "cpu":
+        return _CPU_TILE
+    if chosen == "torch":
+        # Blocks of rows against all keys, every pair computed.
+        return torch_backend.block_rows(q.shape[0], q.shape[1], k.shape[2]), k.shape[2]
+    return None if kernel is None else (kernel["block_q"], kernel["block_kv"])
+
+
+def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int]) -> dict[str, int] | None:
+    kind, ints, tensors = (0, (), ()) if mask is None else mask._lower()
+    if any(x.device.type == "meta" for x in tensors):
+        return None
+    values = [x.cpu() for x in tensors]
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return _C.tile_counts(kind, list(ints), values, *shape, tile[0], max(1, tile[1]))
+
+
+def _describe_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> str:
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    mask_text = "Dense()" if mask is None else repr(mask)
+    return f"{shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device}, mask {mask_text}"
+
+
+def _short(number: float) -> str:
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.4g} {prefix}"
+        number /= 1000
+    return f"{number:.4g} P"

@@ -1,0 +1,207 @@
+"""``attention``: the one call. Short on purpose: an eager call to a native backend passes a few comparisons only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C, torch_backend
+from .checks import check_arguments, check_gaps, check_mask, check_tensor
+from .dispatch import BACKENDS, MASK_KINDS, choose, kernel_exists, named_error, reject, warn_once
+from .masks import Mask
+
+_native = _C.attention
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_DENSE = (0, (), ())
+
+# (device, dtype) for which a native backend runs every call without further options, to the name of autocast's device.
+# CUDA devices enter with their first call.
+_FAST: dict[tuple[torch.device, torch.dtype], str] = {
+    (torch.device("cpu"), dtype): "cpu" for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+
+# Set by flashmsa.check: validate values that lie on the device.
+_checked = False
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    config: Any = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v over the keys that ``mask`` allows each query.
+
+    q              (B, Hq, Sq, D) float16, bfloat16, float32 or float64 (CPU); D and Dv multiples of 8 from 8 to 256
+    k, v           (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) of q's dtype and device; query head h reads kv head h // (Hq / Hkv)
+    mask           Dense(), Causal(), Document(offsets), ...; None: every key
+    scale          factor of the logits, any finite number; default 1/sqrt(D)
+    softcap        > 0: logits become softcap * tanh(logit / softcap)
+    sinks          (Hq,) float32: one more term e^sink in each row's denominator
+    alibi_slopes   (Hq,) or (B, Hq) float32: logits lose slope * |p - j|, p the query's place among the keys
+    dropout_p      not supported yet; 0.0
+    seed           of dropout; unused
+    return_lse     also return the logarithm of each row's denominator, sink included
+    deterministic  the forward pass always is
+    backend        "sm90", "cpu" or "torch"; None: sm90 on compute capability 9.0, cpu for CPU tensors, and otherwise
+                   torch, with one warning per reason
+    config         not supported yet; None
+    out            write the result here: (B, Hq, Sq, Dv) of q's dtype and device; not differentiable
+
+    Returns out (B, Hq, Sq, Dv) in q's dtype and memory order, and with ``return_lse`` lse (B, Hq, Sq) float32. Sums are
+    in float32, for float64 in float64. A row without an allowed key is 0, its lse -inf. Keys that a row may not see do
+    not touch its result, NaN included.
+
+    Raises TypeError, ValueError, NotImplementedError (an input that requires grad on a native backend among others) or
+    RuntimeError (the machine) before anything is launched.
+
+    Algorithm: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al., FlashAttention (2022).
+    """
+    if (
+        sinks is None
+        and alibi_slopes is None
+        and softcap == 0.0
+        and dropout_p == 0.0
+        and backend is None
+        and config is None
+        and out is None
+        and not _is_dynamo_compiling()
+        and not _checked
+        and (mask is None or isinstance(mask, Mask))
+        and isinstance(q, Tensor)
+    ):
+        device_type = _FAST.get((q.device, q.dtype))
+        if device_type is not None and not _is_autocast_enabled(device_type):
+            kind, ints, tensors = _DENSE if mask is None else mask._lowered
+            result = _native(q, k, v, kind, ints, tensors, scale, return_lse)
+            return result if return_lse else result[0]
+    return _attention(q, k, v, mask, scale, softcap, sinks, alibi_slopes, dropout_p, return_lse, backend, config, out)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+    backend: str | None,
+    config: Any,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Any call: options, autocast, checked mode, the choice of a backend."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    check_mask(mask)
+    check_gaps(q, dropout_p, config)
+    q, k, v = _autocast(q, k, v)
+    if _checked:
+        _check_values(q, k, mask)
+    gaps = option_gaps(softcap, sinks, alibi_slopes)
+    chosen, reason = _resolve(backend, q, mask, gaps)
+    if chosen == "torch":
+        check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
+        if reason is not None:
+            warn_once(reason)
+        _check_no_grad(out, q, k, v, sinks, alibi_slopes)
+        result = torch_backend.attention(
+            q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes
+        )
+        if out is not None:
+            result = out.copy_(result[0]), result[1]
+    else:
+        result = _run_native(q, k, v, mask, scale, return_lse, out)
+        if chosen == "sm90" and not _is_dynamo_compiling() and all(kernel_exists(x, q.dtype) for x in MASK_KINDS):
+            _FAST[q.device, q.dtype] = "cuda"
+    return result if return_lse else result[0]
+
+
+def _run_native(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, return_lse: bool, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    kind, ints, tensors = _DENSE if mask is None else mask._lower()
+    # NOTE: a tracer has to see the operator; the binding's entry skips torch.ops' parsing of arguments.
+    if _is_dynamo_compiling():
+        op = torch.ops.flashmsa.attention
+        if out is None:
+            return op.default(q, k, v, kind, ints, tensors, scale, return_lse)
+        return op.out(q, k, v, kind, ints, tensors, scale, return_lse, out=out)
+    if out is None:
+        return _native(q, k, v, kind, ints, tensors, scale, return_lse)
+    return _C.attention_out(q, k, v, kind, ints, tensors, scale, return_lse, out)
+
+
+def option_gaps(softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None) -> tuple[str, ...]:
+    """The options in use that native backends lack."""
+    used = {"softcap": softcap != 0.0, "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None}
+    return tuple(name for name, is_used in used.items() if is_used)
+
+
+def _resolve(backend: str | None, q: Tensor, mask: Mask | None, gaps: tuple[str, ...]) -> tuple[str, str | None]:
+    """The backend to run, and where that is ``torch`` by default, why."""
+    kind = 0 if mask is None else mask._lower()[0]
+    if backend is None:
+        chosen, rejections = choose(q, kind, gaps)
+        if chosen != "torch":
+            return chosen, None
+        # The reason that matters is that of the tensors' own backend.
+        own = {"cuda": "sm90", "cpu": "cpu"}.get(q.device.type)
+        reason = next((r.reason for r in rejections if r.backend == own), f"no native backend for {q.device.type}")
+        return chosen, reason
+    check_backend(backend)
+    rejection = reject(backend, q, kind, gaps)
+    if rejection is not None:
+        raise named_error(rejection)
+    return backend, None
+
+
+def check_backend(backend: Any) -> None:
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: {type(backend).__name__}; must be a str or None")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} does not exist; one of {', '.join(map(repr, BACKENDS))}, or None")
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v as autocast has scaled_dot_product_attention take them: all but float64 in its dtype."""
+    device_type = tensors[0].device.type
+    if device_type == "meta" or not _is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device_type else x
+        for x in tensors
+    )
+
+
+def _check_values(q: Tensor, k: Tensor, mask: Mask | None) -> None:
+    """Checked mode. Nothing can be read while a graph is traced or captured."""
+    if mask is None or _is_dynamo_compiling() or q.dim() != 4 or k.dim() != 4:
+        return
+    if q.device.type == "meta" or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    mask._check_values(q.shape[2], k.shape[2])
+
+
+def _check_no_grad(out: Tensor | None, *inputs: Tensor | None) -> None:
+    if out is not None and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (out, *inputs)):
+        raise NotImplementedError("out: not differentiable, but an input requires grad; use torch.no_grad(), or no out")

@@ -1,0 +1,124 @@
+"""``python -m flashmsa check``: every backend of this machine against the float64 reference, in a few seconds.
+
+The rule is that of the tests: RMS and maximum error at most twice that of the composed operators in the same dtype,
+nothing upcast, plus one unit in the last place of the largest reference value; lse to 1e-5 * max(1, |lse|).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from .dispatch import machine_reason
+from .masks import Causal, Dense, Document, Mask
+from .ops import attention
+from .reference import reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and a mask. The lengths divide no tile, and heads are shared."""
+
+    name: str
+    mask: Mask
+    len_q: int
+    len_kv: int
+    head_dim: int
+    head_dim_v: int
+
+
+CASES = (
+    Case("dense", Dense(), 200, 333, 64, 64),
+    Case("causal", Causal(), 257, 257, 128, 128),
+    Case("causal, more queries than keys", Causal(), 150, 70, 40, 72),
+    Case("causal, top-left", Causal(align="top-left"), 129, 300, 256, 256),
+    Case("documents, one empty, a tail", Document([0, 1, 1, 100, 230]), 257, 257, 64, 128),
+    Case("documents, causal", Document([0, 60, 61, 200], [0, 100, 160, 170], causal=True), 200, 170, 96, 96),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    backend: str
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.backend} on {self.device}, {str(self.dtype).removeprefix('torch.')}"
+
+
+def targets() -> Iterator[Target]:
+    """What this machine can run."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        yield Target("cpu", "cpu", dtype)
+    yield Target("torch", "cpu", torch.float32)
+    if torch.cuda.is_available():
+        yield Target("torch", "cuda", torch.bfloat16)
+        if machine_reason(None) is None:
+            yield Target("sm90", "cuda", torch.bfloat16)
+            yield Target("sm90", "cuda", torch.float16)
+
+
+def run(stream: TextIO = sys.stdout) -> bool:
+    """Prints a line for each backend, and one for each case that fails. Returns whether all passed."""
+    passed = True
+    for target in targets():
+        faults = [f"    {case.name}: {fault}" for case in CASES if (fault := fault_of(target, case)) is not None]
+        passed &= not faults
+        print(
+            f"{'FAILED' if faults else 'ok':<8}{target}: {len(CASES) - len(faults)} of {len(CASES)} cases", file=stream
+        )
+        for fault in faults:
+            print(fault, file=stream)
+    reason = machine_reason(None)
+    if reason is not None:
+        print(f"skipped sm90: {reason}", file=stream)
+    return passed
+
+
+def fault_of(target: Target, case: Case) -> str | None:
+    """What is wrong with a case on a backend; None where its errors lie within the rule."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(heads: int, length: int, head_dim: int) -> Tensor:
+        return torch.randn(2, heads, length, head_dim, generator=generator).to(target.device, target.dtype)
+
+    q = normal(4, case.len_q, case.head_dim)
+    k, v = normal(2, case.len_kv, case.head_dim), normal(2, case.len_kv, case.head_dim_v)
+    mask = case.mask.to(target.device)
+    out, lse = attention(q, k, v, mask, return_lse=True, backend=target.backend)
+    expected, expected_lse = reference(q, k, v, mask, return_lse=True)
+    return _error_fault(out, expected, _composed(q, k, v, mask)) or _lse_fault(lse, expected_lse)
+
+
+def _composed(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """The same from torch's operators in q's dtype: how far off one may be."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    s = (q @ k.mT) / math.sqrt(q.shape[3])
+    p = torch.softmax(s.masked_fill(~mask.to_dense(q.shape[2], k.shape[2], q.device), -math.inf), dim=-1)
+    return torch.nan_to_num(p) @ v
+
+
+def _error_fault(out: Tensor, expected: Tensor, composed: Tensor) -> str | None:
+    largest = expected.abs().max().item()
+    ulp = torch.finfo(out.dtype).eps * 2.0 ** math.floor(math.log2(largest))
+    for name, measure in (("maximum", torch.amax), ("RMS", lambda x: x.square().mean().sqrt())):
+        error = measure((out.double() - expected).abs()).item()
+        allowed = 2.0 * measure((composed.double() - expected).abs()).item() + ulp
+        if not error <= allowed:
+            return f"{name} error {error:.3g}, at most {allowed:.3g} is allowed"
+    return None
+
+
+def _lse_fault(lse: Tensor, expected: Tensor) -> str | None:
+    finite = expected.isfinite()
+    if not torch.equal(lse.isneginf(), ~finite):
+        return "lse is not -inf for exactly the rows that see nothing"
+    error = ((lse.double() - expected).abs() / expected.abs().clamp(min=1.0))[finite].max().item()
+    return None if error <= 1e-5 else f"lse error {error:.3g}, at most 1e-5 is allowed"

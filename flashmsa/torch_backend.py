@@ -1,0 +1,253 @@
+"""The ``torch`` backend: attention composed of torch operators, on any device, with the same rules as the kernels.
+
+    s = scale q k^T, capped and biased;  m = max s,  p = exp(s - m),  l = sum p,  over the allowed keys of each row
+    o = p v / l,  lse = m + log l
+
+Blocks of query rows are taken one after another, forward and backward, so that memory is O(S * block). The backward pass
+recomputes p = exp(s - lse) and follows Dao et al., FlashAttention-2 (2023), section 3.1.2.
+
+It runs where no native backend can: other GPUs, and options that the kernels lack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .masks import Dense, Mask
+
+# Logits held at once: 64 MiB in fp32.
+_BLOCK_ELEMENTS = 2**24
+
+
+class _Rules(NamedTuple):
+    """What turns q k^T into logits and says which of them count."""
+
+    scale: float
+    softcap: float
+    begin: Tensor  # (len_q,) or (B, len_q): the first key that a row may see
+    end: Tensor  # one past its last
+    position: Tensor  # (len_q,): the row's place among the keys
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) for arguments that have been checked. Shapes as in ``flashmsa.attention``; differentiable once."""
+    mask = Dense() if mask is None else mask
+    len_q, len_kv = q.shape[2], k.shape[2]
+    begin, end = mask._rows(len_q, len_kv, q.device)
+    position = mask._positions(len_q, len_kv, q.device)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    with torch.autocast(q.device.type, enabled=False):
+        return _Attention.apply(q, k, v, sinks, alibi_slopes, begin, end, position, scale, float(softcap))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        begin: Tensor,
+        end: Tensor,
+        position: Tensor,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        rules = _Rules(scale, softcap, begin, end, position)
+        out, lse = _forward(q, k, v, sinks, slopes, rules)
+        ctx.save_for_backward(q, k, v, sinks, slopes, begin, end, position, out, lse)
+        ctx.scale, ctx.softcap = scale, softcap
+        result = _empty_out(q, v.shape[3])
+        result.copy_(out)
+        return result, lse.float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, slopes, begin, end, position, out, lse = ctx.saved_tensors
+        rules = _Rules(ctx.scale, ctx.softcap, begin, end, position)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = _backward(q, k, v, sinks, slopes, rules, out, lse, d_out, d_lse)
+        return (*grads, None, None, None, None, None)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, rules: _Rules
+) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), both in the dtype of the computation."""
+    dtype = _compute_dtype(q)
+    k, v = k.to(dtype), v.to(dtype)
+    v_is_finite = _known_finite(v)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    sink = None if sinks is None else _per_head(sinks, k.shape[1]).to(dtype)
+    for rows in _row_blocks(q, k):
+        allowed = _allowed(rules, rows, k.shape[2])
+        s, _ = _logits(_group(q[:, :, rows].to(dtype), k), k, slopes, rules, rows)
+        s = torch.where(allowed, s, -math.inf)
+        # NOTE: amax has no value over no key.
+        m = s.amax(-1, keepdim=True) if k.shape[2] else s.new_full((*s.shape[:-1], 1), -math.inf)
+        m = m if sink is None else torch.maximum(m, sink)
+        # NOTE: a row that sees nothing, or only logits of -inf, has no maximum to subtract: exp(-inf - 0) = 0.
+        m = torch.where(m == -math.inf, 0.0, m)
+        p = torch.where(allowed, torch.exp(s - m), 0.0)
+        l = p.sum(-1, keepdim=True)
+        l = l if sink is None else l + torch.exp(sink - m)
+        o = p @ v[:, :, None] if v_is_finite else _weighted_sum(p, allowed, v[:, :, None])
+        out[:, :, rows] = torch.where(l == 0.0, 0.0, o / l).flatten(1, 2)
+        lse[:, :, rows] = (m + torch.log(l)).squeeze(-1).flatten(1, 2)
+    return out, lse
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    rules: _Rules,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, sinks and alibi_slopes, with dO and dlse given."""
+    dtype = _compute_dtype(q)
+    k_, v_ = k.to(dtype), v.to(dtype)
+    dq = torch.zeros_like(q)
+    dk, dv = torch.zeros_like(k_), torch.zeros_like(v_)
+    d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
+    d_slopes = None if slopes is None else slopes.new_zeros(q.shape[:2], dtype=dtype)
+    for rows in _row_blocks(q, k):
+        allowed = _allowed(rules, rows, k.shape[2])
+        q_rows, do = _group(q[:, :, rows].to(dtype), k), _group(d_out[:, :, rows].to(dtype), k)
+        s, s_slope = _logits(q_rows, k_, slopes, rules, rows)
+        lse_rows = _group(lse[:, :, rows, None], k)
+        # NOTE: a row that sees nothing has no gradient, whatever is asked of its lse.
+        live = lse_rows != -math.inf
+        p = torch.where(allowed & live, torch.exp(s - lse_rows), 0.0)
+        dp = do @ v_[:, :, None].mT
+        delta = (do * _group(out[:, :, rows], k)).sum(-1, keepdim=True) - _group(d_lse[:, :, rows, None].to(dtype), k)
+        ds = torch.where(allowed & live, p * (dp - delta), 0.0)
+        if d_slopes is not None:
+            d_slopes -= (ds * _distance(rules, rows, k.shape[2])).sum((-2, -1)).flatten(1, 2)
+        if d_sinks is not None:
+            share = torch.exp(_per_head(sinks, k.shape[1]).to(dtype) - lse_rows)
+            d_sinks -= torch.where(live, share * delta, 0.0).sum((0, -2, -1)).flatten()
+        ds = torch.where(allowed & live, ds * s_slope, 0.0)
+        dq[:, :, rows] = _sum_gradient(ds, allowed, k_[:, :, None]).flatten(1, 2).to(dq.dtype)
+        dk += _sum_gradient(ds.mT, allowed.mT, q_rows).sum(2)
+        dv += _sum_gradient(p.mT, allowed.mT, do).sum(2)
+    if d_slopes is not None:
+        d_slopes = (d_slopes if slopes.dim() == 2 else d_slopes.sum(0)).to(slopes.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), None if d_sinks is None else d_sinks.to(sinks.dtype), d_slopes
+
+
+def _logits(q: Tensor, k: Tensor, slopes: Tensor | None, rules: _Rules, rows: slice) -> tuple[Tensor, Tensor | float]:
+    """Logits (B, Hkv, G, rows, len_kv) before masking, and their derivative by q k^T."""
+    s = (q @ k[:, :, None].mT) * rules.scale
+    derivative: Tensor | float = rules.scale
+    if rules.softcap > 0.0:
+        bent = torch.tanh(s / rules.softcap)
+        s = rules.softcap * bent
+        derivative = rules.scale * (1.0 - bent * bent)
+    if slopes is not None:
+        s = s - _per_head(slopes, k.shape[1]).to(s.dtype) * _distance(rules, rows, k.shape[2]).to(s.dtype)
+    return s, derivative
+
+
+def _weighted_sum(p: Tensor, allowed: Tensor, v: Tensor) -> Tensor:
+    """The sum over allowed keys alone of p v, p >= 0 being 0 elsewhere.
+
+    A plain product would add 0 * NaN for keys that a row may not see. So finite values are summed, and for each result
+    the kinds of non-finite terms among its row's allowed keys are counted: NaN gives NaN, infinities their sum.
+    """
+    dtype = p.dtype
+    visible = allowed.to(dtype).expand(p.shape)
+    weighty = (p > 0.0).to(dtype)
+    plus, minus = weighty @ (v == math.inf).to(dtype), weighty @ (v == -math.inf).to(dtype)
+    # 0 * inf is NaN where the key may be seen, as in any sum.
+    unweighted = visible @ v.isinf().to(dtype) > plus + minus
+    is_nan = (visible @ v.isnan().to(dtype) > 0.0) | ((plus > 0.0) & (minus > 0.0)) | unweighted
+    total = p @ torch.where(v.isfinite(), v, 0.0)
+    total = torch.where(plus > 0.0, math.inf, torch.where(minus > 0.0, -math.inf, total))
+    return torch.where(is_nan, math.nan, total)
+
+
+def _sum_gradient(weight: Tensor, allowed: Tensor, x: Tensor) -> Tensor:
+    """The sum over allowed pairs alone of weight * x, weight being 0 elsewhere; NaN where a term is not finite."""
+    if _known_finite(x):
+        return weight @ x
+    finite = x.isfinite()
+    poisoned = allowed.to(weight.dtype).expand(weight.shape) @ (~finite).to(weight.dtype) > 0.0
+    return torch.where(poisoned, math.nan, weight @ torch.where(finite, x, 0.0))
+
+
+def _known_finite(x: Tensor) -> bool:
+    """Whether x is known to be finite without waiting for a device or for a trace."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and bool(x.isfinite().all())
+
+
+def _allowed(rules: _Rules, rows: slice, len_kv: int) -> Tensor:
+    """(1 or B, 1, 1, rows, len_kv) bool."""
+    begin, end = rules.begin[..., rows, None], rules.end[..., rows, None]
+    key = torch.arange(len_kv, device=begin.device)
+    allowed = (key >= begin) & (key < end)
+    return allowed[:, None, None] if allowed.dim() == 3 else allowed[None, None, None]
+
+
+def _distance(rules: _Rules, rows: slice, len_kv: int) -> Tensor:
+    """|p - j|, (rows, len_kv) int64."""
+    return (rules.position[rows, None] - torch.arange(len_kv, device=rules.position.device)).abs()
+
+
+def _group(x: Tensor, k: Tensor) -> Tensor:
+    """(B, Hq, ...) as (B, Hkv, G, ...): query head h reads kv head h // G."""
+    return x.unflatten(1, (k.shape[1], x.shape[1] // max(1, k.shape[1])))
+
+
+def _per_head(x: Tensor, heads_kv: int) -> Tensor:
+    """(Hq,) or (B, Hq) as (1 or B, Hkv, G, 1, 1)."""
+    x = x if x.dim() == 2 else x[None]
+    return x.unflatten(1, (heads_kv, x.shape[1] // max(1, heads_kv)))[..., None, None]
+
+
+def _row_blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    batch, heads, len_q = q.shape[:3]
+    rows = block_rows(batch, heads, k.shape[2])
+    return (slice(first, min(first + rows, len_q)) for first in range(0, len_q, rows))
+
+
+def block_rows(batch: int, heads: int, len_kv: int) -> int:
+    """Query rows taken at once."""
+    return max(16, min(512, _BLOCK_ELEMENTS // max(1, batch * heads * len_kv)))
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _empty_out(q: Tensor, head_dim_v: int) -> Tensor:
+    """(B, H, S, Dv) in q's memory order: heads outside the sequence, or inside it where q has them so."""
+    batch, heads, len_q = q.shape[:3]
+    if q.stride(1) < q.stride(2):
+        return q.new_empty(batch, len_q, heads, head_dim_v).transpose(1, 2)
+    return q.new_empty(batch, heads, len_q, head_dim_v)

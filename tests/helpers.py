@@ -196,7 +196,13 @@ def mask_for(family: str, batch: int, len_q: int, len_kv: int, seed: int = 0, do
 
 
 def make_qkv(
-    target: Target, batch: int, heads: int | tuple[int, int], len_q: int, len_kv: int, dim: int, dim_v: int | None = None
+    target: Target,
+    batch: int,
+    heads: int | tuple[int, int],
+    len_q: int,
+    len_kv: int,
+    dim: int,
+    dim_v: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Standard normal q, k, v; `heads` is one number or (query heads, kv heads)."""
     heads_q, heads_kv = heads if isinstance(heads, tuple) else (heads, heads)

@@ -119,7 +119,9 @@ def test_documents_one_sided(target: Target, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("target", targets(auto=True))
-@pytest.mark.parametrize("mask", [DENSE, CAUSAL, document(0, 20, 20, 90), document(0, 20, 20, 90, causal=True)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [DENSE, CAUSAL, document(0, 20, 20, 90), document(0, 20, 20, 90, causal=True)], ids=str
+)
 def test_nothing_stays_unwritten(target: Target, mask: MaskCase) -> None:
     """Outputs that the call allocates itself, lse included, hold no leftover; with and without lse they agree."""
     q, k, v = make_qkv(target, 2, (4, 2), 100, 100, 72)
@@ -193,6 +195,13 @@ def dim_before_length(x: torch.Tensor) -> torch.Tensor:
     return x.mT.contiguous().mT
 
 
+def within_longer(x: torch.Tensor) -> torch.Tensor:
+    """Rows of a longer tensor: NaN before and after them."""
+    base = torch.full((*x.shape[:2], x.shape[2] + 40, x.shape[3]), math.nan, dtype=x.dtype, device=x.device)
+    base[:, :, 8 : 8 + x.shape[2]] = x
+    return base[:, :, 8 : 8 + x.shape[2]]
+
+
 def off_by(x: torch.Tensor, elements: int) -> torch.Tensor:
     base = torch.full((x.numel() + elements,), math.nan, dtype=x.dtype, device=x.device)
     base[elements:] = x.flatten()
@@ -203,6 +212,7 @@ LAYOUTS = {
     "bshd": as_bshd,
     "hbsd": as_hbsd,
     "row stride + 8": lambda x: with_strides(x, 8),
+    "within longer rows": within_longer,
     "row stride + 1": lambda x: with_strides(x, 1),
     "last stride 2": every_second,
     "head_dim before length": dim_before_length,
@@ -210,10 +220,12 @@ LAYOUTS = {
     "base off by eight": lambda x: off_by(x, 8),
 }
 # Free on both native backends: a unit last stride, rows and base 16-byte aligned.
-FREE_LAYOUTS = ("bshd", "hbsd", "row stride + 8", "base off by eight")
+FREE_LAYOUTS = ("bshd", "hbsd", "within longer rows", "row stride + 8", "base off by eight")
 
 
-def assert_same(target: Target, got: torch.Tensor, contiguous: torch.Tensor, q, k, v, mask: MaskCase, note: str) -> None:
+def assert_same(
+    target: Target, got: torch.Tensor, contiguous: torch.Tensor, q, k, v, mask: MaskCase, note: str
+) -> None:
     """A layout changes no arithmetic of a native backend; operators of torch may choose another kernel."""
     check(got, None, q, k, v, mask, note=note)
     if target.native:
@@ -509,7 +521,9 @@ def test_reference_is_the_oracle(dtype: torch.dtype, family: str) -> None:
             expected, _, expected_lse = oracle(q, k, v, mask.allowed(*lengths), scale)
             assert out.dtype == torch.float64
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-            torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-13 if lse.dtype == torch.float64 else 1e-5)
+            torch.testing.assert_close(
+                lse.double(), expected_lse, rtol=0, atol=1e-13 if lse.dtype == torch.float64 else 1e-5
+            )
             assert torch.equal(flashmsa.reference(q, k, v, mask=mask.build(), scale=scale), out)
 
 
@@ -690,7 +704,9 @@ def op_arguments(mask: MaskCase, device: str) -> tuple[int, list[int], list[torc
 
 
 @pytest.mark.parametrize("target", targets(composed=False, dtypes=(torch.float32, torch.bfloat16)))
-@pytest.mark.parametrize("mask", [DENSE, CAUSAL, TOP_LEFT, document(0, 10, 33), document(0, 9, 33, causal=True)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [DENSE, CAUSAL, TOP_LEFT, document(0, 10, 33), document(0, 9, 33, causal=True)], ids=str
+)
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_opcheck(target: Target, mask: MaskCase, return_lse: bool) -> None:
     q, k, v = make_qkv(target, 2, (4, 2), 33, 40, 64, 32)

@@ -316,7 +316,9 @@ def test_offsets(name: str) -> None:
 def test_offsets_of_each_batch() -> None:
     good = torch.stack([int32(0, 10, 20), int32(0, 5, 20)])
     flashmsa.Document(good)
-    raises_offsets((r"\boffsets\b", "decreas", r"\b7\b"), lambda: flashmsa.Document(torch.stack([good[0], int32(0, 7, 5)])))
+    raises_offsets(
+        (r"\boffsets\b", "decreas", r"\b7\b"), lambda: flashmsa.Document(torch.stack([good[0], int32(0, 7, 5)]))
+    )
     raises_offsets((r"\boffsets\b", r"\b1\b"), lambda: flashmsa.Document(torch.stack([good[0], int32(1, 7, 9)])))
 
 
@@ -343,7 +345,12 @@ def test_mask_to_device() -> None:
     call = Call(Target("sm90", "cuda", torch.bfloat16))
     mask = flashmsa.Document(int32(0, 10, 20), int32(0, 25, 30), causal=True)
     check(
-        call.changed(mask=mask.to("cuda"))(), None, call.q, call.k, call.v, document(0, 10, 20, kv=(0, 25, 30), causal=True)
+        call.changed(mask=mask.to("cuda"))(),
+        None,
+        call.q,
+        call.k,
+        call.v,
+        document(0, 10, 20, kv=(0, 25, 30), causal=True),
     )
 
 
@@ -388,7 +395,9 @@ def test_checked_mode_knows_both_lengths(call: Call, checked_mode: None) -> None
     """20 queries, 30 keys: offsets up to 30 are right for keys and wrong for queries."""
     device = call.q.device
     call.changed(mask=flashmsa.Document(int32(0, 10, 20, device=device), int32(0, 10, 30, device=device)))()
-    message = call.changed(mask=flashmsa.Document(int32(0, 10, 30, device=device))).raises(ValueError, "offsets", r"\b30\b")
+    message = call.changed(mask=flashmsa.Document(int32(0, 10, 30, device=device))).raises(
+        ValueError, "offsets", r"\b30\b"
+    )
     assert re.search(r"\b20\b", message)
 
 
@@ -472,7 +481,9 @@ def test_out_that_requires_grad(call: Call) -> None:
 
 def test_merge_states_of_other_shapes() -> None:
     out, lse = torch.zeros(2, 4, 20, 64), torch.zeros(2, 4, 20)
-    raises_offsets(("out_b", r"\b21\b", r"\b20\b"), lambda: flashmsa.merge_states(out, lse, torch.zeros(2, 4, 21, 64), lse))
+    raises_offsets(
+        ("out_b", r"\b21\b", r"\b20\b"), lambda: flashmsa.merge_states(out, lse, torch.zeros(2, 4, 21, 64), lse)
+    )
     raises_offsets(("lse_b", r"\b19\b", r"\b20\b"), lambda: flashmsa.merge_states(out, lse, out, lse[:, :, 1:]))
     raises_offsets(("lse_a",), lambda: flashmsa.merge_states(out, lse[0], out, lse))
 

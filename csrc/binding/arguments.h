@@ -1,0 +1,78 @@
+// The arguments of one call: their checks, and their translation to AttentionParams.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "core/params.h"
+
+namespace flashmsa::binding {
+
+// What the op's schema hands over. Refers to the caller's tensors and lists.
+struct Arguments {
+  const at::Tensor& q;         // (batch, heads_q,  len_q,  head_dim)
+  const at::Tensor& k;         // (batch, heads_kv, len_kv, head_dim)
+  const at::Tensor& v;         // (batch, heads_kv, len_kv, head_dim_v)
+  int64_t mask;                // a MaskKind
+  at::IntArrayRef mask_ints;   // Dense [], Causal [top_left], Document [causal]
+  at::TensorList mask_tensors; // Document [q_offsets, kv_offsets]
+  std::optional<double> scale; // nullopt: 1 / sqrt(head_dim)
+};
+
+// Raises on whatever does not look at values in device memory. Int is int64_t, or c10::SymInt under a tracer.
+template <class Int>
+void check_arguments(const Arguments& args);
+
+// The mask's part of it; offsets live on `device` and, if two-dimensional, have `batch` rows.
+template <class Int>
+void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, const Int& batch,
+                at::Device device);
+
+// `out` must be able to take the result: shape, dtype, device; no overlap with itself or an input.
+template <class Int>
+void check_out(const Arguments& args, const at::Tensor& out);
+
+// Shape and strides of the result: contiguous in q's memory order, (B, H, S, D), or (B, S, H, D) where q's head stride
+// is the smaller one.
+template <class Int>
+struct OutLayout {
+  std::array<Int, 4> sizes;
+  std::array<Int, 4> strides;
+};
+template <class Int>
+OutLayout<Int> out_layout(const Arguments& args);
+
+// What a backend can read where it lies.
+enum class Rows {
+  kUnitStride,  // the last stride is 1
+  kTma,         // and: strides and base aligned to 16 bytes, rows of the sequence neither expanded nor overlapping
+};
+
+// A call ready to run, and the tensors that keep its pointers alive: the inputs, or copies of those that `rows` excludes.
+struct Call {
+  AttentionParams params;
+  at::Tensor q, k, v;
+  std::array<at::Tensor, 2> offsets;
+};
+
+// Of checked arguments. lse may be undefined.
+Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& lse, Rows rows);
+
+// MaskArgs of checked arguments; `offsets` keeps their pointers alive.
+MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors,
+                   std::array<at::Tensor, 2>& offsets);
+
+// Whether `tensor` can be used where it lies, and `tensor` or a copy of which that is true.
+bool fits(const at::Tensor& tensor, Rows rows);
+at::Tensor readable(const at::Tensor& tensor, Rows rows);
+
+// Pointer and strides as a backend sees them.
+TensorRef tensor_ref(const at::Tensor& tensor);
+
+std::string dtype_name(at::ScalarType dtype);
+DType core_dtype(at::ScalarType dtype);
+
+}  // namespace flashmsa::binding

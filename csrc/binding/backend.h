@@ -1,0 +1,32 @@
+// The two native backends behind one shape, for the dispatcher's device keys.
+#pragma once
+
+#include <c10/core/DeviceGuard.h>
+
+#include "binding/arguments.h"
+
+namespace flashmsa::binding {
+
+// at::parallel_for over the CPU backend.
+struct CpuBackend {
+  static constexpr Rows kRows = Rows::kUnitStride;
+
+  static void check_device(at::Device) {}
+  static c10::OptionalDeviceGuard make_current(at::Device) { return c10::OptionalDeviceGuard(); }
+  static at::Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
+  static void run(Call& call);
+};
+
+// The sm_90a kernels on the current stream of the tensors' device. Only in builds with kernels.
+struct CudaBackend {
+  static constexpr Rows kRows = Rows::kTma;
+
+  // Raises where the device has no kernels.
+  static void check_device(at::Device device);
+  static c10::OptionalDeviceGuard make_current(at::Device device) { return c10::OptionalDeviceGuard(device); }
+  // empty and run need the device to be current.
+  static at::Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
+  static void run(Call& call);
+};
+
+}  // namespace flashmsa::binding

@@ -1,0 +1,83 @@
+// Part of builds with kernels only.
+#include <ATen/EmptyTensor.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include "binding/backend.h"
+#include "fwd/forward.h"
+
+namespace flashmsa::binding {
+
+namespace {
+
+struct DeviceFacts {
+  int num_sms = 0;
+  int major = 0;
+  int minor = 0;
+};
+
+// Of every visible device, read once. Attributes need neither a context nor a synchronisation.
+const std::vector<DeviceFacts>& all_device_facts() {
+  static const std::vector<DeviceFacts> facts = [] {
+    const auto require = [](cudaError_t error, const char* what) {
+      TORCH_CHECK(error == cudaSuccess, what, " failed: ", cudaGetErrorString(error));
+    };
+    int count = 0;
+    require(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+    std::vector<DeviceFacts> result(count);
+    for (int device = 0; device < count; ++device) {
+      const auto read = [&](cudaDeviceAttr attribute, int& value) {
+        require(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+      };
+      read(cudaDevAttrMultiProcessorCount, result[device].num_sms);
+      read(cudaDevAttrComputeCapabilityMajor, result[device].major);
+      read(cudaDevAttrComputeCapabilityMinor, result[device].minor);
+    }
+    return result;
+  }();
+  return facts;
+}
+
+const DeviceFacts& device_facts(at::Device device) { return all_device_facts().at(device.index()); }
+
+// The kernels take a positive scale. A negative one moves into q, and zero makes q zero: NaN and inf in it stay NaN.
+void make_scale_positive(Call& call) {
+  AttentionParams& p = call.params;
+  const float scale = static_cast<float>(p.scale);
+  if (scale > 0) return;
+  call.q = readable(scale < 0 ? call.q.neg() : call.q.mul(0), CudaBackend::kRows);
+  p.scale = scale < 0 ? -p.scale : 1.0;
+  p.q = tensor_ref(call.q);
+}
+
+}  // namespace
+
+void CudaBackend::check_device(at::Device device) {
+  const DeviceFacts& facts = device_facts(device);
+  TORCH_CHECK(facts.major == 9 && facts.minor == 0, "q: on ", device, " of compute capability ", facts.major, ".",
+              facts.minor, "; the sm90 backend needs 9.0 (H100, H200), backend=\"torch\" runs on any device");
+}
+
+at::Tensor CudaBackend::empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+  // PERF: what at::empty_strided ends in, without a second trip through the dispatcher.
+  return at::Tensor(at::detail::empty_strided_generic(sizes, strides, c10::cuda::CUDACachingAllocator::get(),
+                                                      c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype));
+}
+
+void CudaBackend::run(Call& call) {
+  TORCH_CHECK_NOT_IMPLEMENTED(fwd::find_kernel(call.params) != nullptr, "q: dtype ",
+                              dtype_name(call.q.scalar_type()), " with head_dim ", call.params.head_dim, " and ",
+                              call.params.head_dim_v,
+                              " has no sm90 kernel; torch.float16 and torch.bfloat16 have, and backend=\"torch\" runs "
+                              "any dtype");
+  make_scale_positive(call);
+  const int num_sms = device_facts(call.q.device()).num_sms;
+  const size_t bytes = fwd::workspace_size(call.params, num_sms);
+  // Freed on return, reused in stream order.
+  const c10::DataPtr workspace = bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : c10::DataPtr();
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(call.q.device().index());
+  fwd::attention_forward(call.params, workspace.get(), num_sms, stream.stream());
+}
+
+}  // namespace flashmsa::binding

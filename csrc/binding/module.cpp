@@ -1,0 +1,247 @@
+// The Python module flashmsa._C.
+//
+// attention and attention_out read their arguments with the C API: pybind11's casters cost a call about as much again as
+// torch's dispatcher, and do not say which argument was wrong.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <vector>
+
+#include "binding/arguments.h"
+#include "binding/build.h"
+#include "binding/ops.h"
+#include "binding/tile_counts.h"
+#include "mask/list.h"
+
+#ifdef FLASHMSA_WITH_CUDA
+#include "fwd/forward.h"
+#endif
+
+namespace flashmsa::binding {
+namespace {
+
+// ---- Reading arguments
+
+const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
+
+const at::Tensor& read_tensor(const char* name, PyObject* object) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), name, ": must be a torch.Tensor, not ", type_name(object));
+  return THPVariable_Unpack(object);
+}
+
+int64_t read_int(const char* name, PyObject* object) {
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    TORCH_CHECK_TYPE(false, name, ": must be a 64-bit int, not ", type_name(object));
+  }
+  return value;
+}
+
+std::optional<double> read_scale(PyObject* object) {
+  if (object == Py_None) return std::nullopt;
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    TORCH_CHECK_TYPE(false, "scale: must be a float or None, not ", type_name(object));
+  }
+  return value;
+}
+
+template <class Each>
+void read_sequence(const char* name, PyObject* object, const Each& each) {
+  TORCH_CHECK_TYPE(PyTuple_Check(object) || PyList_Check(object), name, ": must be a tuple or list, not ",
+                   type_name(object));
+  PyObject** items = PySequence_Fast_ITEMS(object);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) each(items[i]);
+}
+
+// The eight arguments of the schema, in its order. Borrows the caller's tensors.
+struct CallArguments {
+  const at::Tensor& q;
+  const at::Tensor& k;
+  const at::Tensor& v;
+  int64_t mask;
+  c10::SmallVector<int64_t, 4> mask_ints;
+  c10::SmallVector<at::Tensor, 4> mask_tensors;
+  std::optional<double> scale;
+  bool return_lse;
+
+  static constexpr Py_ssize_t kCount = 8;
+
+  explicit CallArguments(PyObject* const* a)
+      : q(read_tensor("q", a[0])),
+        k(read_tensor("k", a[1])),
+        v(read_tensor("v", a[2])),
+        mask(read_int("mask", a[3])),
+        scale(read_scale(a[6])),
+        return_lse(PyObject_IsTrue(a[7]) == 1) {
+    read_sequence("mask_ints", a[4], [&](PyObject* item) { mask_ints.push_back(read_int("mask_ints", item)); });
+    read_sequence("mask_tensors", a[5],
+                  [&](PyObject* item) { mask_tensors.push_back(read_tensor("mask_tensors", item)); });
+  }
+};
+
+void expect_count(const char* function, Py_ssize_t count, Py_ssize_t want) {
+  TORCH_CHECK_TYPE(count == want, function, "() takes ", want, " positional arguments, got ", count);
+}
+
+PyObject* wrap(Result&& result) {
+  THPObjectPtr tuple(PyTuple_New(2));
+  if (!tuple) throw python_error();
+  PyTuple_SET_ITEM(tuple.get(), 0, THPVariable_Wrap(std::get<0>(std::move(result))));
+  PyTuple_SET_ITEM(tuple.get(), 1, THPVariable_Wrap(std::get<1>(std::move(result))));
+  return tuple.release();
+}
+
+PyObject* py_attention(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  expect_count("attention", count, CallArguments::kCount);
+  const CallArguments a(args);
+  Result result = [&] {
+    const py::gil_scoped_release no_gil;
+    return attention(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.return_lse);
+  }();
+  return wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  expect_count("attention_out", count, CallArguments::kCount + 1);
+  const CallArguments a(args);
+  at::Tensor out = read_tensor("out", args[CallArguments::kCount]);
+  Result result = [&] {
+    const py::gil_scoped_release no_gil;
+    return attention_out(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.return_lse, out);
+  }();
+  return wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef kMethods[] = {
+    {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention)), METH_FASTCALL,
+     "attention(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse) -> (out, lse)\n\n"
+     "flashmsa::attention by position, through torch's dispatcher."},
+    {"attention_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention_out)), METH_FASTCALL,
+     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse, out) -> (out, lse)"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// ---- Facts about the build
+
+py::dict build_info() {
+  py::dict info;
+  info["cuda"] = kWithCuda;
+  info["cuda_version"] = kWithCuda ? py::object(py::str(kCudaVersion)) : py::none();
+  info["arch"] = kWithCuda ? py::object(py::str("sm_90a")) : py::none();
+  info["compiler"] = __VERSION__;
+  info["torch"] = FLASHMSA_TORCH_VERSION;
+  info["reason"] = kWithCuda ? py::object(py::none()) : py::str(kCudaLeftOut);
+  return info;
+}
+
+#ifdef FLASHMSA_WITH_CUDA
+const char* mask_name(MaskKind kind) {
+#define FLASHMSA_NAME(Mask) \
+  if (kind == mask::Mask::kKind) return mask::Mask::kName;
+  FLASHMSA_FOR_EACH_MASK(FLASHMSA_NAME)
+#undef FLASHMSA_NAME
+  return "unknown";
+}
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return "float16";
+    case DType::kBF16:
+      return "bfloat16";
+    case DType::kF32:
+      return "float32";
+    case DType::kF64:
+      return "float64";
+  }
+  return "unknown";
+}
+
+py::dict describe(const fwd::KernelInfo& kernel) {
+  py::dict d;
+  d["name"] = kernel.name;
+  d["mask"] = mask_name(kernel.mask);
+  d["dtype"] = dtype_name(kernel.dtype);
+  d["head_dim_bucket"] = kernel.head_dim_bucket;
+  d["block_q"] = kernel.block_q;
+  d["block_kv"] = kernel.block_kv;
+  d["stages"] = kernel.stages;
+  d["consumer_warpgroups"] = kernel.consumer_warpgroups;
+  d["threads"] = kernel.threads;
+  d["registers_producer"] = kernel.registers_producer;
+  d["registers_consumer"] = kernel.registers_consumer;
+  d["shared_memory"] = kernel.shared_memory;
+  return d;
+}
+#endif
+
+py::list kernels() {
+  py::list list;
+#ifdef FLASHMSA_WITH_CUDA
+  for (const fwd::KernelInfo& kernel : fwd::kernels()) list.append(describe(kernel));
+#endif
+  return list;
+}
+
+py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v) {
+#ifdef FLASHMSA_WITH_CUDA
+  AttentionParams params;
+  params.mask.kind = static_cast<MaskKind>(mask);
+  params.dtype = core_dtype(dtype);
+  params.head_dim = head_dim;
+  params.head_dim_v = head_dim_v;
+  const fwd::KernelInfo* kernel = fwd::find_kernel(params);
+  if (kernel != nullptr) return describe(*kernel);
+#endif
+  return py::none();
+}
+
+py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const std::vector<at::Tensor>& mask_tensors,
+                     int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv) {
+  check_mask<int64_t>(mask, mask_ints, mask_tensors, batch, at::kCPU);
+  TORCH_CHECK_VALUE(block_q > 0 && block_kv > 0, "block_q, block_kv: ", block_q, ", ", block_kv, "; must be positive");
+  TORCH_CHECK_VALUE(batch >= 0 && heads_q >= 0 && len_q >= 0 && len_kv >= 0,
+                    "batch, heads_q, len_q, len_kv: must not be negative");
+  std::array<at::Tensor, 2> offsets;
+  AttentionParams params;
+  params.batch = batch;
+  params.heads_q = heads_q;
+  params.len_q = len_q;
+  params.len_kv = len_kv;
+  params.mask = make_mask(mask, mask_ints, mask_tensors, offsets);
+  const TileCounts counts = count_tiles(params, block_q, block_kv);
+  py::dict d;
+  d["full"] = counts.full;
+  d["partial"] = counts.partial;
+  d["skipped"] = counts.skipped;
+  d["allowed_pairs"] = counts.allowed_pairs;
+  return d;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled part of flashmsa: the operator flashmsa::attention, and facts about this build.";
+  if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw py::error_already_set();
+  m.def("build_info", &build_info,
+        "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
+  m.def("kernels", &kernels, "Every compiled sm_90a kernel, as dicts.");
+  m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
+        py::arg("head_dim"), py::arg("head_dim_v"), "The kernel for a mask kind, dtype and head dims, or None.");
+  m.def("tile_counts", torch::wrap_pybind_function(&tile_counts), py::arg("mask"), py::arg("mask_ints"),
+        py::arg("mask_tensors"), py::arg("batch"), py::arg("heads_q"), py::arg("len_q"), py::arg("len_kv"),
+        py::arg("block_q"), py::arg("block_kv"),
+        "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads.");
+}
+
+}  // namespace flashmsa::binding

@@ -1,0 +1,20 @@
+// How many tiles a mask makes a kernel visit, counted on the host with the traits the kernels use.
+#pragma once
+
+#include <cstdint>
+
+#include "core/params.h"
+
+namespace flashmsa::binding {
+
+struct TileCounts {
+  int64_t full = 0;           // visited without a test
+  int64_t partial = 0;        // visited with one
+  int64_t skipped = 0;
+  int64_t allowed_pairs = 0;  // (query, key) pairs that the mask allows
+};
+
+// Over all batches and query heads. The offsets in params.mask are host memory.
+TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv);
+
+}  // namespace flashmsa::binding

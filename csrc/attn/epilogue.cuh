@@ -1,0 +1,42 @@
+// From the accumulators to global memory.
+#pragma once
+
+#include "attn/softmax.cuh"
+#include "sm90/fragment.h"
+#include "sm90/matrix.cuh"
+#include "sm90/tma.cuh"
+
+namespace flashmsa::attn {
+
+// Is some element of this warp's rows NaN or infinite? The same answer in all lanes.
+template <int kCount>
+__device__ __forceinline__ bool any_nonfinite(const float (&o)[kCount]) {
+  float zero = 0.0f;
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) zero = fmaf(o[e], 0.0f, zero);
+  return __any_sync(~0u, zero != 0.0f);
+}
+
+// Multiplies both rows of a thread.
+template <int kCount>
+__device__ __forceinline__ void scale_rows(float (&o)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) o[e] *= factor[sm90::Accumulator::row_slot(e)];
+}
+
+// Writes a warp's 16 rows of O, rounded, into its place in a swizzled tile; first_row counts within the tile.
+template <class Element, class Tile, int kCount>
+__device__ __forceinline__ void stage_rows(const float (&o)[kCount], uint32_t tile_address, int32_t first_row) {
+  const int32_t lane = threadIdx.x % 32;
+  const uint32_t row = first_row + sm90::Matrix16x16::row(lane);
+  const uint32_t half = sm90::Matrix16x16::half(lane);
+#pragma unroll
+  for (int j = 0; j < kCount / 8; ++j) {
+    sm90::stmatrix_x4(tile_address + Tile::chunk_offset(row, 2 * j + half),
+                      sm90::pack2<Element>(o[8 * j], o[8 * j + 1]), sm90::pack2<Element>(o[8 * j + 2], o[8 * j + 3]),
+                      sm90::pack2<Element>(o[8 * j + 4], o[8 * j + 5]),
+                      sm90::pack2<Element>(o[8 * j + 6], o[8 * j + 7]));
+  }
+}
+
+}  // namespace flashmsa::attn

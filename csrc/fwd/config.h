@@ -1,0 +1,38 @@
+// The forward kernel's tuning: one line per head-dim bucket, and everything that follows from it.
+#pragma once
+
+#include "core/types.h"
+
+namespace flashmsa::fwd {
+
+template <class ElementType, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kBlockKvValue, int32_t kStagesValue,
+          bool kQInRegistersValue, bool kOwnOBufferValue, int32_t kRegistersProducerValue,
+          int32_t kRegistersConsumerValue>
+struct Config {
+  using Element = ElementType;
+  static constexpr int32_t kHeadDim = kHeadDimValue;  // bucket: serves head_dim and head_dim_v up to this
+  static constexpr int32_t kBlockQ = kBlockQValue;    // rows of a tile, 64 per consumer warpgroup
+  static constexpr int32_t kBlockKv = kBlockKvValue;  // keys of a tile
+  static constexpr int32_t kStages = kStagesValue;    // tiles of K, and of V, in flight
+  // Q is loaded to registers once a tile, instead of read from shared memory by every wgmma.
+  static constexpr bool kQInRegisters = kQInRegistersValue;
+  // O is staged in a buffer of its own, else in Q's.
+  static constexpr bool kOwnOBuffer = kOwnOBufferValue;
+  static constexpr int32_t kRegistersProducer = kRegistersProducerValue;  // setmaxnreg
+  static constexpr int32_t kRegistersConsumer = kRegistersConsumerValue;
+  static constexpr int32_t kConsumerWarpgroups = kBlockQ / 64;
+  static constexpr int32_t kThreads = 128 * (kConsumerWarpgroups + 1);
+};
+
+// PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
+//                               head_dim  block_q  block_kv  stages  q_regs  own_o  producer  consumer
+template <class Element>
+using Config64 = Config<Element, 64, 192, 128, 2, false, true, 32, 160>;
+template <class Element>
+using Config128 = Config<Element, 128, 128, 128, 2, true, true, 40, 232>;
+template <class Element>
+using Config256 = Config<Element, 256, 128, 64, 2, false, false, 40, 232>;
+
+constexpr int32_t bucket_of(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+
+}  // namespace flashmsa::fwd

@@ -1,0 +1,7 @@
+#include "fwd/launch.cuh"
+
+namespace flashmsa::fwd {
+
+std::vector<KernelEntry> entries_d64_fp16() { return make_entries<Config64<__half>>(); }
+
+}  // namespace flashmsa::fwd

@@ -1,0 +1,44 @@
+// The forward pass on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V, one persistent CTA an SM.
+//
+// Roles       warpgroup 0: one producer thread (TMA), few registers; warpgroups 1 …: consumers, 64 rows of the tile each.
+// Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O (or Q's), barriers, two work slots: shared.cuh.
+// Barriers    full_* (TMA bytes) and empty_* (one arrival a consumer warp) for Q, K, V; full_work / empty_work for tiles.
+// Schedule    1. producer: take a tile number, decode it, publish it, load Q, K(0), K(1), V(0), K(2), V(1), …
+//             2. consumers: S(0), P(0); then per key block S(i) and O += P(i-1) V(i-1) overlapped; the last P V
+//             3. consumers: O / l to shared memory, TMA store; lse
+#pragma once
+
+#include "fwd/consumer.cuh"
+#include "fwd/producer.cuh"
+#include "fwd/shared.cuh"
+
+namespace flashmsa::fwd {
+
+template <class Mask, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    attention_forward_kernel(const __grid_constant__ KernelParams<Mask> params) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto& shared = *reinterpret_cast<Shared<Mask, Config>*>(shared_memory);
+
+  // Warp-uniform, and known as such to the compiler: descriptors that depend on it stay in uniform registers.
+  const int32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int32_t warpgroup = warp / 4;
+  if (threadIdx.x == 0) {
+    sm90::prefetch_map(params.q);
+    sm90::prefetch_map(params.k);
+    sm90::prefetch_map(params.v);
+    sm90::prefetch_map(params.out);
+    shared.init_barriers();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    sm90::setmaxnreg_dec<Config::kRegistersProducer>();
+    if (threadIdx.x == 0) producer<Mask, Config>(params, shared);
+  } else {
+    sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
+    Consumer<Mask, Config>(params, shared, warpgroup - 1).run();
+  }
+}
+
+}  // namespace flashmsa::fwd

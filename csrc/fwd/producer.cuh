@@ -1,0 +1,85 @@
+// The producer: one thread that hands out tiles and keeps TMA ahead of the consumers.
+#pragma once
+
+#include "fwd/shared.cuh"
+#include "sm90/tma.cuh"
+
+namespace flashmsa::fwd {
+
+// Which rows, head and keys tile number `tile` of the grid stands for.
+template <class Mask, class Config>
+__device__ __forceinline__ TileWork<Mask> decode_tile(const KernelParams<Mask>& params, int32_t tile) {
+  const sched::TileIndex index = params.order.decode(tile);
+  TileWork<Mask> work;
+  work.head = index.slice % params.heads_q;
+  work.batch = index.slice / params.heads_q;
+  if constexpr (Mask::kPlanned) {
+    const sched::PlanEntry<Mask> entry = params.plan[index.row_rank];
+    work.row_block = entry.row_block;
+    work.tiles = entry.tiles;
+    work.block = entry.block;
+    work.batch += entry.block.batch;
+  } else {
+    // Bottom-up: under a causal mask the last rows are the longest.
+    work.row_block = params.order.row_blocks - 1 - index.row_rank;
+    const int32_t first_row = work.row_block * Config::kBlockQ;
+    const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
+    work.block = Mask::block(params.mask, work.batch, first_row, last_row);
+    work.tiles = mask::block_tiles<Mask>(params.mask, work.block, first_row, last_row, Config::kBlockKv);
+  }
+  return work;
+}
+
+template <class Mask, class Config>
+__device__ __forceinline__ void producer(const KernelParams<Mask>& params, Shared<Mask, Config>& shared) {
+  using S = Shared<Mask, Config>;
+  const int32_t tile_count = params.order.count();
+  int32_t tile = blockIdx.x;
+  uint32_t key_blocks = 0;  // of K handed to TMA so far; V runs one behind within a tile
+
+  const auto load_k = [&](const TileWork<Mask>& work, int32_t step, uint32_t n) {
+    const uint32_t stage = S::KvRing::stage(n);
+    shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
+    shared.full_k[stage].arrive_expect(S::KTile::kBytes);
+    sm90::load_tile<typename S::KTile>(shared.k[stage], params.k, work.tiles.visit(step) * Config::kBlockKv,
+                                       work.head / params.q_heads_per_kv_head, work.batch, shared.full_k[stage]);
+  };
+  const auto load_v = [&](const TileWork<Mask>& work, int32_t step, uint32_t n) {
+    const uint32_t stage = S::KvRing::stage(n);
+    shared.empty_v[stage].wait(S::KvRing::empty_parity(n));
+    shared.full_v[stage].arrive_expect(S::VTile::kBytes);
+    sm90::load_tile<typename S::VTile>(shared.v[stage], params.v, work.tiles.visit(step) * Config::kBlockKv,
+                                       work.head / params.q_heads_per_kv_head, work.batch, shared.full_v[stage]);
+  };
+
+  for (uint32_t round = 0;; ++round) {
+    // 1. The next tile, told to the consumers before its loads are issued.
+    const bool more = tile < tile_count;
+    TileWork<Mask> work = {};
+    work.row_block = -1;
+    if (more) work = decode_tile<Mask, Config>(params, tile);
+    const uint32_t slot = S::WorkRing::stage(round);
+    shared.empty_work[slot].wait(S::WorkRing::empty_parity(round));
+    shared.work[slot] = work;
+    shared.full_work[slot].arrive();
+    if (!more) break;
+
+    // 2. The ticket of the tile after it: its latency hides behind the loads.
+    const int32_t next = params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : tile_count;
+
+    // 3. Q once, then K(0), K(1), V(0), K(2), V(1), …: the order in which the consumers free the buffers.
+    shared.empty_q.wait(S::QRing::empty_parity(round));
+    shared.full_q.arrive_expect(S::QTile::kBytes);
+    sm90::load_tile<typename S::QTile>(shared.q, params.q, work.row_block * Config::kBlockQ, work.head, work.batch,
+                                       shared.full_q);
+    const int32_t steps = work.tiles.count();
+    for (int32_t step = 0; step <= steps; ++step) {
+      if (step < steps) load_k(work, step, key_blocks + step);
+      if (step > 0) load_v(work, step - 1, key_blocks + step - 1);
+    }
+    key_blocks += steps;
+    tile = next;
+  }
+}
+
+}  // namespace flashmsa::fwd

@@ -1,0 +1,92 @@
+// The forward kernel's parameters and its plan of shared memory.
+#pragma once
+
+#include <type_traits>
+
+#include "fwd/config.h"
+#include "mask/interval.h"
+#include "sched/plan.h"
+#include "sched/tile_order.h"
+#include "sm90/barrier.cuh"
+#include "sm90/fragment.h"
+#include "sm90/tensor_map.h"
+
+namespace flashmsa::fwd {
+
+template <class Mask>
+struct KernelParams {
+  sm90::TensorMap q, k, v, out;
+  TensorRef q_rows, k_rows, v_rows, out_rows;  // the same tensors, for the slow path
+  typename Mask::Params mask;
+  sched::TileOrder order;
+  const sched::PlanEntry<Mask>* plan;  // order.row_blocks entries; null unless Mask::kPlanned
+  int32_t* tile_counter;               // tiles handed out beyond the grid's first; null: one tile a CTA
+  float* lse;                          // (batch, heads_q, len_q); null: not wanted
+  int32_t heads_q, len_q;
+  int32_t q_heads_per_kv_head;
+  int32_t head_dim, head_dim_v;
+  float scale_log2;                    // scale * log2(e) > 0
+};
+
+// What the producer tells the consumers about their next tile.
+template <class Mask>
+struct alignas(16) TileWork {
+  int32_t row_block;  // negative: no more tiles
+  int32_t head;
+  int32_t batch;
+  mask::KeyTiles tiles;
+  typename Mask::Block block;
+};
+
+inline constexpr int kWorkSlots = 2;  // the tile at hand and the next
+
+template <class Mask, class Config>
+struct Shared {
+  using QTile = sm90::SwizzledTile<Config::kBlockQ, Config::kHeadDim>;
+  using KTile = sm90::SwizzledTile<Config::kBlockKv, Config::kHeadDim>;
+  using VTile = KTile;
+  using OTile = QTile;  // a warp's 16 rows lie at their own place in each 64-column group
+
+  using KvRing = sm90::Ring<Config::kStages>;
+  using WorkRing = sm90::Ring<kWorkSlots>;
+  using QRing = sm90::Ring<1>;
+  static constexpr uint32_t kOBytes = Config::kOwnOBuffer ? OTile::kBytes : 0;
+
+  alignas(1024) char q[QTile::kBytes];
+  alignas(1024) char k[Config::kStages][KTile::kBytes];
+  alignas(1024) char v[Config::kStages][VTile::kBytes];
+  alignas(1024) char own_o[kOBytes == 0 ? 1024 : kOBytes];
+
+  //                                       arrives (count)                     waits
+  sm90::Barrier full_q;                 // producer + TMA bytes (1)            consumers
+  sm90::Barrier empty_q;                // consumer warps                      producer
+  sm90::Barrier full_k[Config::kStages];   // producer + TMA bytes (1)          consumers
+  sm90::Barrier empty_k[Config::kStages];  // consumer warps                    producer
+  sm90::Barrier full_v[Config::kStages];   // producer + TMA bytes (1)          consumers
+  sm90::Barrier empty_v[Config::kStages];  // consumer warps                    producer
+  sm90::Barrier full_work[kWorkSlots];    // producer (1)                      consumers
+  sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  producer
+
+  TileWork<Mask> work[kWorkSlots];
+
+  __device__ char* o() { return Config::kOwnOBuffer ? own_o : q; }
+
+  __device__ void init_barriers() {
+    constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
+    full_q.init(1);
+    empty_q.init(kConsumerWarps);
+    for (int s = 0; s < Config::kStages; ++s) {
+      full_k[s].init(1);
+      empty_k[s].init(kConsumerWarps);
+      full_v[s].init(1);
+      empty_v[s].init(kConsumerWarps);
+    }
+    for (int s = 0; s < kWorkSlots; ++s) {
+      full_work[s].init(1);
+      empty_work[s].init(kConsumerWarps * 32);
+    }
+    sm90::fence_barrier_init();
+  }
+};
+
+}  // namespace flashmsa::fwd

@@ -1,0 +1,35 @@
+// Tensor maps made from the shared tile that they fill, so that the two cannot disagree.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/params.h"
+#include "sm90/swizzle.h"
+
+namespace flashmsa::sm90 {
+
+// A (batch, heads, length, head_dim) tensor of 2-byte elements seen by TMA: the map and what turns a head or batch index
+// into a coordinate (0 where the tensor is expanded, because a map's stride may not be 0).
+struct TensorMap {
+  CUtensorMap map;
+  int32_t head_step;   // 1, or 0: every head is the same data
+  int32_t batch_step;
+};
+
+struct TensorExtent {
+  int32_t batch, heads, length, head_dim;
+};
+
+// A box is kBoxRows rows of one head by 64 columns, swizzled by 128 bytes. Rows past the length and columns past head_dim
+// read as zero and are not written. Throws std::runtime_error that prints every field when the driver refuses.
+TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows, const char* name);
+
+template <class Tile>
+TensorMap make_tile_map(const TensorRef& tensor, TensorExtent extent, DType dtype, const char* name) {
+  static_assert(Tile::kRows <= 256, "a TMA box has at most 256 rows");
+  return make_tensor_map(tensor, extent, dtype, Tile::kRows, name);
+}
+
+}  // namespace flashmsa::sm90

@@ -1,0 +1,53 @@
+// Bulk tensor copies between global memory and swizzled shared tiles.
+#pragma once
+
+#include <cuda/ptx>
+
+#include "sm90/barrier.cuh"
+#include "sm90/swizzle.h"
+#include "sm90/tensor_map.h"
+
+namespace flashmsa::sm90 {
+
+// Brings rows [row, row + Tile::kRows) of one head into a tile, one box per 64 columns; `full` completes after
+// Tile::kBytes, whatever part of the boxes lies outside the tensor. One thread calls it.
+template <class Tile>
+__device__ __forceinline__ void load_tile(void* shared, const TensorMap& tensor, int32_t row, int32_t head,
+                                          int32_t batch, Barrier& full) {
+#pragma unroll
+  for (int group = 0; group < Tile::kGroups; ++group) {
+    const int32_t coordinates[4] = {group * kSwizzleColumns, row, head * tensor.head_step, batch * tensor.batch_step};
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
+                              static_cast<char*>(shared) + group * Tile::kGroupBytes, &tensor.map, coordinates, &full.word);
+  }
+}
+
+// Writes kRows rows that start at `shared` (row 0 of the box in each 64-column group of Tile) to rows [row, ...) of one
+// head. Rows and columns outside the tensor are dropped. One thread calls it, after every writer's fence_async_proxy.
+template <class Tile>
+__device__ __forceinline__ void store_rows(const TensorMap& tensor, const void* shared, int32_t row, int32_t head,
+                                           int32_t batch) {
+#pragma unroll
+  for (int group = 0; group < Tile::kGroups; ++group) {
+    const int32_t coordinates[4] = {group * kSwizzleColumns, row, head * tensor.head_step, batch * tensor.batch_step};
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &tensor.map, coordinates,
+                              static_cast<const char*>(shared) + group * Tile::kGroupBytes);
+  }
+  ptx::cp_async_bulk_commit_group();
+}
+
+// Returns when the calling thread's stores have read their shared memory.
+__device__ __forceinline__ void wait_stores_read() { ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{}); }
+
+// Returns when the calling thread's stores are complete.
+__device__ __forceinline__ void wait_stores() { ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{}); }
+
+// SYNC: makes this thread's ordinary shared-memory writes visible to TMA and wgmma, which read through the async proxy.
+__device__ __forceinline__ void fence_async_proxy() { ptx::fence_proxy_async(ptx::space_shared); }
+
+// prefetch.tensormap: brings the descriptor into the cache before its first use.
+__device__ __forceinline__ void prefetch_map(const TensorMap& tensor) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor.map) : "memory");
+}
+
+}  // namespace flashmsa::sm90

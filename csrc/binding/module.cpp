@@ -114,11 +114,11 @@ PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize
   expect_count("attention_out", count, CallArguments::kCount + 1);
   const CallArguments a(args);
   at::Tensor out = read_tensor("out", args[CallArguments::kCount]);
-  Result result = [&] {
+  at::Tensor lse = [&] {
     const py::gil_scoped_release no_gil;
     return attention_out(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.return_lse, out);
   }();
-  return wrap(std::move(result));
+  return wrap({std::move(out), std::move(lse)});
   END_HANDLE_TH_ERRORS
 }
 
@@ -127,7 +127,8 @@ PyMethodDef kMethods[] = {
      "attention(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse) -> (out, lse)\n\n"
      "flashmsa::attention by position, through torch's dispatcher."},
     {"attention_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention_out)), METH_FASTCALL,
-     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse, out) -> (out, lse)"},
+     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse, out) -> (out, lse)\n\n"
+     "flashmsa::attention.out by position, and the tensor it wrote to."},
     {nullptr, nullptr, 0, nullptr},
 };
 

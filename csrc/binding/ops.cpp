@@ -4,10 +4,11 @@
 //   AutocastCPU, AutocastCUDA    cast q, k, v as scaled_dot_product_attention's are
 //   CPU, CUDA                    the two native backends
 //   Meta                         shapes and strides for tracing
-//   Functionalize                attention.out as attention and a copy
+//
+// NOTE: attention.out returns lse alone: torch.compile has no operators of which one result aliases an argument and
+// another does not.
 #include "binding/ops.h"
 
-#include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -29,7 +30,7 @@ using at::TensorList;
 using Scale = std::optional<double>;
 
 using Functional = Result(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool);
-using Out = Result(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool, Tensor&);
+using Out = Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool, Tensor&);
 
 const c10::TypedOperatorHandle<Functional>& functional_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("flashmsa::attention", "").typed<Functional>();
@@ -78,7 +79,7 @@ Result attention_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t m
 }
 
 template <class Backend>
-Result attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
+Tensor attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
                         TensorList mask_tensors, Scale scale, bool return_lse, Tensor& out) {
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
   check_arguments<int64_t>(args);
@@ -87,7 +88,7 @@ Result attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64
   const c10::OptionalDeviceGuard guard = Backend::make_current(q.device());
   Tensor lse = empty_lse<Backend>(args, return_lse);
   run<Backend>(args, out, lse);
-  return {out, std::move(lse)};
+  return lse;
 }
 
 // ---- Meta
@@ -106,12 +107,12 @@ Result attention_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t
   return {at::empty_strided_symint(layout.sizes, layout.strides, q.options()), meta_lse(args, return_lse)};
 }
 
-Result attention_out_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
+Tensor attention_out_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
                           TensorList mask_tensors, Scale scale, bool return_lse, Tensor& out) {
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
   check_arguments<c10::SymInt>(args);
   check_out<c10::SymInt>(args, out);
-  return {out, meta_lse(args, return_lse)};
+  return meta_lse(args, return_lse);
 }
 
 // ---- Autograd, vmap
@@ -135,20 +136,20 @@ Result attention_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tenso
                                     scale, return_lse);
 }
 
-Result attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
+Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
                               IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, bool return_lse,
                               Tensor& out) {
   refuse_gradient("q", q);
   refuse_gradient("k", k);
   refuse_gradient("v", v);
   refuse_gradient("out", out);
-  Result result = [&] {
+  Tensor lse = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, mask_ints, mask_tensors, scale,
                                return_lse, out);
   }();
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-  return result;
+  return lse;
 }
 
 [[noreturn]] void refuse_vmap() {
@@ -162,7 +163,7 @@ Result attention_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntA
   refuse_vmap();
 }
 
-Result attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool,
+Tensor attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool,
                           Tensor&) {
   refuse_vmap();
 }
@@ -178,34 +179,6 @@ Result attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, int
   return functional_op().call(cast(q), cast(k), cast(v), mask, mask_ints, mask_tensors, scale, return_lse);
 }
 
-// ---- Functionalize
-
-Tensor plain(const Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
-  if (!functional::isFunctionalTensor(tensor)) return tensor;
-  functional::sync(tensor);
-  return functional::from_functional_tensor(tensor);
-}
-
-Result attention_out_functionalize(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
-                                   IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, bool return_lse,
-                                   Tensor& out) {
-  namespace functional = at::functionalization::impl;
-  TORCH_CHECK(functional::isFunctionalTensor(out), "out: is a plain tensor inside a traced program; create it there, or "
-                                                   "pass it in as an argument");
-  const Tensor plain_out = plain(out);
-  check_out<c10::SymInt>({plain(q), plain(k), plain(v), mask, mask_ints, mask_tensors, scale}, plain_out);
-  std::vector<Tensor> plain_mask;
-  for (const Tensor& tensor : mask_tensors) plain_mask.push_back(plain(tensor));
-
-  const at::AutoDispatchSkipFunctionalize guard;
-  auto [value, lse] = functional_op().call(plain(q), plain(k), plain(v), mask, mask_ints, plain_mask, scale, return_lse);
-  functional::replace_(out, value);
-  functional::commit_update(out);
-  functional::sync(out);
-  return {out, functional::to_functional_tensor(lse)};
-}
-
 #ifndef FLASHMSA_WITH_CUDA
 [[noreturn]] void refuse_cuda(const Tensor& q) {
   TORCH_CHECK(false, "q: on ", q.device(), ", but this build of flashmsa has no CUDA kernels: ", kCudaLeftOut,
@@ -217,7 +190,7 @@ Result attention_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, In
   refuse_cuda(q);
 }
 
-Result attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool,
+Tensor attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool,
                           Tensor&) {
   refuse_cuda(q);
 }
@@ -230,7 +203,7 @@ Result attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask
   return functional_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse);
 }
 
-Result attention_out(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
+Tensor attention_out(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
                      TensorList mask_tensors, Scale scale, bool return_lse, Tensor& out) {
   return out_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse, out);
 }
@@ -242,7 +215,7 @@ TORCH_LIBRARY(flashmsa, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "attention.out(Tensor q, Tensor k, Tensor v, int mask, int[] mask_ints, Tensor[] mask_tensors, float? scale, "
-      "bool return_lse, *, Tensor(a!) out) -> (Tensor(a!) out, Tensor lse)",
+      "bool return_lse, *, Tensor(a!) out) -> Tensor lse",
       {at::Tag::pt2_compliant_tag});
 }
 
@@ -283,7 +256,5 @@ TORCH_LIBRARY_IMPL(flashmsa, AutocastCPU, m) {
 TORCH_LIBRARY_IMPL(flashmsa, AutocastCUDA, m) {
   m.impl("attention", &attention_autocast<c10::DispatchKey::Autocast, at::kCUDA>);
 }
-
-TORCH_LIBRARY_IMPL(flashmsa, Functionalize, m) { m.impl("attention.out", &attention_out_functionalize); }
 
 }  // namespace flashmsa::binding

@@ -14,8 +14,8 @@ using Result = std::tuple<at::Tensor, at::Tensor>;
 Result attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t mask, at::IntArrayRef mask_ints,
                  at::TensorList mask_tensors, std::optional<double> scale, bool return_lse);
 
-// The same, written to `out`.
-Result attention_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t mask,
+// The same, written to `out`; returns lse.
+at::Tensor attention_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t mask,
                      at::IntArrayRef mask_ints, at::TensorList mask_tensors, std::optional<double> scale,
                      bool return_lse, at::Tensor& out);
 

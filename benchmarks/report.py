@@ -1,0 +1,387 @@
+"""From measured times to figures: rates, ratios, means, the JSON file and the printed tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Lane
+from benchmarks.device import TENSOR_FLOPS_PER_CYCLE
+from benchmarks.timing import Launches, Steady, spread
+
+SCHEMA = 1
+OURS = "flashmsa"
+BASELINE = "cudnn"
+
+# Keys that every result file has, and what a lane may carry.
+RESULT_KEYS = (
+    "schema",
+    "command",
+    "date",
+    "dry_run",
+    "settings",
+    "environment",
+    "clocks",
+    "ceiling",
+    "units",
+    "summary",
+)
+UNIT_KEYS = ("group", "name", "lanes", "skipped", "derived")
+
+
+def tensor_utilisation(flops: float, seconds: float, mhz: float | None, sm_count: int) -> float | None:
+    """FLOPs / (SMs * 4096 * SM cycles), the figure that the card's clock does not move."""
+    return None if mhz is None else flops / (sm_count * TENSOR_FLOPS_PER_CYCLE * mhz * 1e6 * seconds)
+
+
+def lane_figures(lane: Lane, launches: Launches, sm_count: int) -> dict[str, Any]:
+    """Time, rate and utilisation of one lane."""
+    times = spread(launches.ms)
+    rate = lane.flops / (times["median"] * 1e9)
+    mhz = launches.median_mhz()
+    return {
+        "candidate": lane.candidate,
+        "case": lane.case.as_dict(),
+        "flops": lane.flops,
+        "ms": times,
+        "tflops": rate,
+        "tflops_p10": lane.flops / (times["p90"] * 1e9),
+        "tflops_p90": lane.flops / (times["p10"] * 1e9),
+        "sm_mhz": mhz,
+        "utilisation": tensor_utilisation(lane.flops, times["median"] / 1e3, mhz, sm_count),
+    }
+
+
+def steady_figures(lane: Lane, result: Steady, sm_count: int) -> dict[str, Any]:
+    """The same under sustained load, with the energy of a TFLOP: joules = watts / (TFLOP/s)."""
+    ms = result.ms_per_launch()
+    rate = lane.flops / (ms * 1e9)
+    power = sum(result.watts) / len(result.watts) if result.watts else None
+    mhz = sum(result.mhz) / len(result.mhz) if result.mhz else None
+    return {
+        "launches": sum(part.launches for part in result.slices),
+        "ms": ms,
+        "tflops": rate,
+        "tflops_slices": [lane.flops * part.launches / (part.ms * 1e9) for part in result.slices],
+        "sm_mhz": mhz,
+        "utilisation": tensor_utilisation(lane.flops, ms / 1e3, mhz, sm_count),
+        "watts": power,
+        "joules_per_tflop": None if power is None else power / rate,
+    }
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+# Derived figures of a unit
+
+
+def add_ratios(unit: dict[str, Any]) -> None:
+    """ratio: a lane's rate over cuDNN's on the same case in the same loop."""
+    base = {lane["case"]["name"]: lane["tflops"] for lane in unit["lanes"].values() if lane["candidate"] == BASELINE}
+    for lane in unit["lanes"].values():
+        reference = base.get(lane["case"]["name"])
+        lane["ratio"] = lane["tflops"] / reference if reference and "+" not in lane["candidate"] else None
+
+
+def add_ceiling(units: list[dict], ceiling: float | None) -> None:
+    """of_matmul: a lane's rate over the bf16 matrix product's in the same run. ceiling: TFLOP/s."""
+    for unit in units:
+        for lane in unit["lanes"].values():
+            if "tflops" in lane:
+                lane["of_matmul"] = lane["tflops"] / ceiling if ceiling else None
+
+
+def add_document_target(unit: dict[str, Any], efficiency: float | None) -> None:
+    """What tile efficiency allows: our dense rate * pairs / visited tile area, and the share of it that was reached."""
+    ours, dense = unit["lanes"].get(OURS), unit["lanes"].get(f"{OURS} dense")
+    derived = unit["derived"]
+    derived["tile_efficiency"] = efficiency
+    derived["target_tflops"] = dense["tflops"] * efficiency if dense and efficiency else None
+    target = derived["target_tflops"]
+    derived["of_target"] = ours["tflops"] / target if ours and target else None
+    derived["of_dense"] = ours["tflops"] / dense["tflops"] if ours and dense else None
+
+
+def add_document_cost(unit: dict[str, Any]) -> None:
+    document, plain = unit["lanes"].get("one document"), unit["lanes"].get("plain")
+    unit["derived"]["of_plain"] = document["tflops"] / plain["tflops"] if document and plain else None
+
+
+def add_host_ratio(unit: dict[str, Any]) -> None:
+    ours, sdpa = unit["lanes"].get("flashmsa-eager"), unit["lanes"].get("sdpa")
+    unit["derived"]["of_sdpa"] = ours["us"]["median"] / sdpa["us"]["median"] if ours and sdpa else None
+
+
+def _ratios(units: list[dict], candidate: str, head_dim: int | None = None) -> dict[str, float]:
+    return {
+        unit["name"]: lane["ratio"]
+        for unit in units
+        if unit["group"] == "forward"
+        for lane in unit["lanes"].values()
+        if lane["candidate"] == candidate and lane["ratio"] and head_dim in (None, lane["case"]["head_dim"])
+    }
+
+
+def _forward_summary(units: list[dict]) -> dict[str, Any]:
+    forward = [unit for unit in units if unit["group"] == "forward"]
+    names = dict.fromkeys(lane["candidate"] for unit in forward for lane in unit["lanes"].values())
+    dims = sorted({lane["case"]["head_dim"] for unit in forward for lane in unit["lanes"].values()})
+    summary = {}
+    for name in names:
+        ratios = _ratios(units, name)
+        if not ratios:
+            continue
+        worst = min(ratios, key=ratios.__getitem__)
+        summary[name] = {
+            "cases": len(ratios),
+            "geometric_mean": geometric_mean(ratios.values()),
+            "by_head_dim": {str(dim): geometric_mean(_ratios(units, name, dim).values()) for dim in dims},
+            "minimum": ratios[worst],
+            "minimum_case": worst,
+        }
+    return summary
+
+
+def _derived_range(units: list[dict], group: str, key: str) -> dict[str, Any] | None:
+    values = {u["name"]: u["derived"][key] for u in units if u["group"] == group and u["derived"].get(key)}
+    if not values:
+        return None
+    low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    return {
+        "geometric_mean": geometric_mean(values.values()),
+        "minimum": values[low],
+        "minimum_case": low,
+        "maximum": values[high],
+        "maximum_case": high,
+    }
+
+
+def _dispatch_summary(units: list[dict]) -> list[dict[str, Any]]:
+    """For each short shape, how long ours takes beside the fastest SDPA backend (below 1: ours is faster)."""
+    rows = []
+    for unit in (unit for unit in units if unit["group"] == "small"):
+        ours = unit["lanes"].get(OURS)
+        others = {label: lane["ms"]["median"] for label, lane in unit["lanes"].items() if label != OURS}
+        if not ours or not others:
+            continue
+        best = min(others, key=others.__getitem__)
+        rows.append({"case": unit["name"], "best": best, "time_ratio": ours["ms"]["median"] / others[best]})
+    return rows
+
+
+def summarise(units: list[dict]) -> dict[str, Any]:
+    """The figures that a change is judged by."""
+    return {
+        "forward": _forward_summary(units),
+        "documents_of_target": _derived_range(units, "documents", "of_target"),
+        "one_document_of_plain": _derived_range(units, "one-document", "of_plain"),
+        "host_of_sdpa": _derived_range(units, "host", "of_sdpa"),
+        "small": _dispatch_summary(units),
+    }
+
+
+# JSON
+
+
+def check_results(data: dict[str, Any]) -> None:
+    """Raises ValueError where a result file lacks what the tables and the plot read."""
+    missing = [key for key in RESULT_KEYS if key not in data]
+    if missing:
+        raise ValueError(f"results: {', '.join(missing)} missing; schema {SCHEMA} has {', '.join(RESULT_KEYS)}")
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"results: schema {data['schema']} is not {SCHEMA}")
+    for unit in data["units"]:
+        absent = [key for key in UNIT_KEYS if key not in unit]
+        if absent:
+            raise ValueError(f"results: unit {unit.get('name')} lacks {', '.join(absent)}")
+        for label, lane in unit["lanes"].items():
+            wanted = ("us",) if unit["group"] == "host" else ("ms", "tflops", "flops")
+            gone = [key for key in ("candidate", "case", *wanted) if key not in lane]
+            if gone:
+                raise ValueError(f"results: {unit['name']}, {label}: {', '.join(gone)} missing")
+
+
+def write_json(data: dict[str, Any], path: Path) -> None:
+    check_results(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1, default=str) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    data = json.loads(path.read_text())
+    check_results(data)
+    return data
+
+
+# Tables
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns as wide as they need, the first aligned left, the others right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def number(value: float | None, pattern: str = ".0f") -> str:
+    return "-" if value is None else format(value, pattern)
+
+
+def _labels(units: list[dict]) -> list[str]:
+    return list(dict.fromkeys(label for unit in units for label in unit["lanes"]))
+
+
+def _rate(lane: dict | None) -> str:
+    """Rate and half the p10-p90 range in percent."""
+    if lane is None:
+        return "-"
+    half = 50 * (lane["tflops_p90"] - lane["tflops_p10"]) / lane["tflops"]
+    return f"{lane['tflops']:.0f} ±{half:.0f}%"
+
+
+def _rate_table(units: list[dict], first: str = OURS) -> str:
+    labels = _labels(units)
+    header = ["case", *labels, "util", "of matmul", "MHz", "ratio"]
+    rows = []
+    for unit in units:
+        lead = unit["lanes"].get(first, {})
+        figures = [number(lead.get("utilisation"), ".3f"), number(lead.get("of_matmul"), ".2f")]
+        figures += [number(lead.get("sm_mhz")), number(lead.get("ratio"), ".3f")]
+        rows.append([unit["name"], *(_rate(unit["lanes"].get(label)) for label in labels), *figures])
+    return table(header, rows)
+
+
+def _documents_table(units: list[dict]) -> str:
+    labels = _labels(units)
+    header = ["case", *labels, "tile eff.", "target", "of target", "of dense"]
+    rows = []
+    for unit in units:
+        derived = unit["derived"]
+        figures = [number(derived["tile_efficiency"], ".3f"), number(derived["target_tflops"])]
+        figures += [number(derived["of_target"], ".3f"), number(derived["of_dense"], ".3f")]
+        rows.append([unit["name"], *(_rate(unit["lanes"].get(label)) for label in labels), *figures])
+    return table(header, rows)
+
+
+def _one_document_table(units: list[dict]) -> str:
+    rows = [
+        [u["name"], *(_rate(u["lanes"].get(label)) for label in ("one document", "plain"))]
+        + [number(u["derived"]["of_plain"], ".3f")]
+        for u in units
+    ]
+    return table(["case", "one document", "plain", "ratio"], rows)
+
+
+def _host_table(units: list[dict]) -> str:
+    labels = _labels(units)
+    rows = []
+    for unit in units:
+        times = [unit["lanes"].get(label) for label in labels]
+        cells = ["-" if t is None else f"{t['us']['median']:.1f} ({t['us']['p90']:.1f})" for t in times]
+        derived = unit["derived"]
+        rows.append([unit["name"], *cells, number(derived["of_sdpa"], ".2f"), derived["sdpa_backend"] or "-"])
+    return table(["case", *labels, "of sdpa", "sdpa runs"], rows)
+
+
+def _time_table(units: list[dict], pattern: str, factor: float) -> str:
+    labels = _labels(units)
+    rows = [
+        [
+            u["name"],
+            *(number(u["lanes"][k]["ms"]["median"] * factor if k in u["lanes"] else None, pattern) for k in labels),
+        ]
+        for u in units
+    ]
+    return table(["case", *labels], rows)
+
+
+def _steady_table(units: list[dict]) -> str:
+    rows = []
+    for unit in units:
+        for label, lane in unit["lanes"].items():
+            figures = lane.get("steady")
+            if figures is None:
+                continue
+            cells = [number(figures["tflops"]), number(figures["utilisation"], ".3f"), number(figures["sm_mhz"])]
+            cells += [number(figures["watts"]), number(figures["joules_per_tflop"], ".3f"), str(figures["launches"])]
+            rows.append([f"{unit['name']}  {label}", *cells])
+    return table(["case and candidate", "TFLOP/s", "util", "MHz", "W", "J/TFLOP", "launches"], rows)
+
+
+_TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
+    "forward": ("forward: TFLOP/s, L2 flushed, median; util, of matmul, MHz and ratio to cuDNN are ours", _rate_table),
+    "documents": ("documents: TFLOP/s over allowed pairs; target = our dense rate * tile efficiency", _documents_table),
+    "one-document": ("one document over everything, against no document mask: TFLOP/s", _one_document_table),
+    "small": ("short sequences: microseconds a launch inside a graph", lambda units: _time_table(units, ".2f", 1e3)),
+    "host": ("host time of an eager call: microseconds, median (p90)", _host_table),
+    "dtype": ("fp16 beside bf16: TFLOP/s; figures at the end are our bf16's", lambda u: _rate_table(u, f"{OURS} bf16")),
+    "table": ("length 8192, head_dim 128, 32 heads: milliseconds", lambda units: _time_table(units, ".3f", 1.0)),
+}
+
+
+def _summary_lines(data: dict[str, Any]) -> list[str]:
+    summary, lines = data["summary"], []
+    for name, figures in summary["forward"].items():
+        if name == BASELINE:
+            continue
+        dims = ", ".join(f"d{dim} {number(mean, '.3f')}" for dim, mean in figures["by_head_dim"].items())
+        lines.append(
+            f"forward {name} / {BASELINE}: geometric mean {figures['geometric_mean']:.3f} ({dims}) over "
+            f"{figures['cases']} cases, minimum {figures['minimum']:.3f} at {figures['minimum_case']}"
+        )
+    ranges = {
+        "documents_of_target": "documents, share of target",
+        "one_document_of_plain": "one document / plain",
+        "host_of_sdpa": "host time / SDPA's",
+    }
+    for key, text in ranges.items():
+        if (found := summary[key]) is not None:
+            lines.append(
+                f"{text}: {found['geometric_mean']:.3f}, from {found['minimum']:.3f} ({found['minimum_case']}) "
+                f"to {found['maximum']:.3f} ({found['maximum_case']})"
+            )
+    slower = [
+        f"{row['case']} ({row['best']} {row['time_ratio']:.2f})" for row in summary["small"] if row["time_ratio"] > 1
+    ]
+    lines += [f"short, SDPA faster (time ratio): {', '.join(slower) or 'nowhere'}"] if summary["small"] else []
+    return lines
+
+
+def _skipped_lines(units: list[dict]) -> list[str]:
+    reasons: dict[tuple[str, str], int] = {}
+    for unit in units:
+        for label, reason in unit["skipped"].items():
+            reasons[label, reason] = reasons.get((label, reason), 0) + 1
+    return [f"left out: {label} in {count} units: {reason}" for (label, reason), count in reasons.items()]
+
+
+def text(data: dict[str, Any]) -> str:
+    """All tables, the summary last."""
+    parts = []
+    for group, (title, render) in _TABLES.items():
+        units = [unit for unit in data["units"] if unit["group"] == group]
+        if units:
+            parts.append(f"{title}\n{render(units)}")
+    steady_units = [u for u in data["units"] if any("steady" in lane for lane in u["lanes"].values())]
+    if steady_units:
+        parts.append(f"steady state: seconds of launches in alternating slices\n{_steady_table(steady_units)}")
+    ceiling = data["ceiling"]
+    machine = data["environment"]
+    last = [
+        f"{machine['gpu']}, torch {machine['torch']}, cuDNN {machine['cudnn']}, commit {str(machine['commit'])[:12]}"
+    ]
+    if ceiling["tflops"]:
+        last.append(f"bf16 matmul {ceiling['size']}: {ceiling['tflops']:.0f} TFLOP/s ({ceiling['note']})")
+    last += _skipped_lines(data["units"]) + _summary_lines(data)
+    if data["dry_run"]:
+        last.append("dry run on the CPU: these figures say nothing about any kernel")
+    return "\n\n".join([*parts, "\n".join(last)])

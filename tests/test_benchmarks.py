@@ -1,0 +1,589 @@
+"""What the benchmarks do that needs no GPU: case lists, FLOP counts, turn-taking, derived figures, files and pictures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import candidates, cases, device, ncu, plot, report, run, timing
+from benchmarks.cases import Case, Lane, Unit
+
+
+@pytest.fixture(autouse=True)
+def _candidates() -> Iterator[None]:
+    """Each test finds the candidates and settings that the module starts with, on the CPU."""
+    factories, settings = dict(candidates.FACTORIES), replace(candidates.settings)
+    candidates.settings.device = "cpu"
+    candidates.release()
+    yield
+    candidates.FACTORIES.clear()
+    candidates.FACTORIES.update(factories)
+    candidates.settings.device, candidates.settings.layout = settings.device, settings.layout
+    candidates.release()
+
+
+# Cases
+
+
+def allowed(case: Case) -> torch.Tensor:
+    """The mask of a case from its definition, (length, length)."""
+    i = torch.arange(case.length)
+    result = torch.ones(case.length, case.length, dtype=torch.bool)
+    if case.offsets is not None:
+        document = torch.bucketize(i, torch.tensor(case.offsets), right=True)
+        result &= document[:, None] == document[None, :]
+    if case.is_causal:
+        result &= i[None, :] <= i[:, None]
+    return result
+
+
+DOCUMENTS = (0, 3, 3, 40, 41, 97)
+SMALL_CASES = [
+    Case(2, 3, 97, 64, mask, offsets=DOCUMENTS if mask.startswith("document") else None) for mask in cases.MASKS
+]
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
+def test_flops_count_every_allowed_pair(case: Case) -> None:
+    pairs = int(allowed(case).sum())
+    assert case.pairs == pairs
+    assert case.flops == 4 * 2 * 3 * 64 * pairs
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
+def test_our_mask_allows_the_pairs_that_are_counted(case: Case) -> None:
+    flashmsa = pytest.importorskip("flashmsa")
+    mask = candidates._our_mask(case) or flashmsa.Dense()
+    dense = torch.as_tensor(mask.to_dense(case.length, case.length)).reshape(case.length, case.length)
+    assert torch.equal(dense, allowed(case))
+
+
+def test_forward_grid_is_16384_tokens_of_2048_features() -> None:
+    units = cases.forward(["flashmsa", "cudnn"])
+    assert len(units) == 24
+    found = {(lane.case.head_dim, lane.case.batch, lane.case.length, lane.case.mask) for u in units for lane in u.lanes}
+    shapes = [(16, 1024), (4, 4096), (2, 8192), (1, 16384)]
+    assert found == {(d, b, s, m) for d, (b, s), m in itertools.product((64, 128, 256), shapes, ("dense", "causal"))}
+    assert all(lane.case.heads * lane.case.head_dim == 2048 for unit in units for lane in unit.lanes)
+
+
+@pytest.mark.parametrize("group", cases.GROUPS)
+def test_names_identify_cases_and_units(group: str) -> None:
+    units = cases.GROUPS[group](["flashmsa", "cudnn", "flash", "fa4"])
+    assert len({unit.name for unit in units}) == len(units)
+    by_name: dict[str, Case] = {}
+    for lane in (lane for unit in units for lane in unit.lanes):
+        assert by_name.setdefault(lane.case.name, lane.case) == lane.case
+    assert all(len({lane.label for lane in unit.lanes}) == len(unit.lanes) for unit in units)
+    assert any(unit.quick for unit in units)
+    assert cases.find_case(units[0].lanes[0].case.name) == units[0].lanes[0].case
+
+
+def test_document_draws_are_the_named_ones() -> None:
+    generator = torch.Generator().manual_seed(1)
+    cuts = torch.sort(torch.randperm(16383, generator=generator)[:15] + 1).values.tolist()
+    assert cases.document_offsets(16384, 16, 1) == (0, *cuts, 16384)
+    assert cuts[:5] == [252, 1744, 4453, 5268, 5324]  # the draw must not move with the library
+    for seed in cases.SEEDS:
+        offsets = cases.document_offsets(16384, 16, seed)
+        assert len(offsets) == 17
+        assert all(low < high for low, high in itertools.pairwise(offsets))
+    assert len({cases.document_offsets(16384, 16, seed) for seed in cases.SEEDS}) == len(cases.SEEDS)
+
+
+def test_documents_are_compared_with_dense_in_the_same_loop() -> None:
+    units = cases.documents(["flashmsa", "cudnn", "fa4"])
+    assert len(units) == 10
+    for unit in units:
+        assert [lane.label for lane in unit.lanes] == ["flashmsa", "fa4", "flashmsa dense", "cudnn dense"]
+        assert {lane.case.length for lane in unit.lanes} == {16384}
+
+
+def test_bad_cases_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="mask: 'window'"):
+        Case(1, 1, 8, 64, "window")
+    with pytest.raises(ValueError, match="offsets: needed by the document masks"):
+        Case(1, 1, 8, 64, "document")
+    with pytest.raises(ValueError, match=r"'d128-4x4096-densely'; near it: .*d128-4x4096-"):
+        cases.find_case("d128-4x4096-densely")
+
+
+# Candidates
+
+
+def test_layouts_hold_the_same_values() -> None:
+    case = Case(2, 3, 5, 8)
+    q, k, v = candidates.inputs(case)
+    assert q.is_contiguous() and q.shape == (2, 3, 5, 8)
+    assert not torch.equal(q, k) and not torch.equal(k, v)
+    for x, y in zip((q, k, v), candidates.inputs_bshd(case), strict=True):
+        assert y.is_contiguous() and torch.equal(x, y.transpose(1, 2))
+    candidates.settings.layout = "bshd"
+    assert candidates.inputs(case)[0].transpose(1, 2).is_contiguous()
+
+
+def test_canonical_takes_each_layout_and_refuses_others() -> None:
+    case = Case(1, 3, 5, 8)
+    out = torch.randn(1, 3, 5, 8)
+    for form in (out, out.transpose(1, 2), (out, None), out.transpose(1, 2)[0]):
+        assert torch.equal(candidates.canonical(case, form), out)
+    with pytest.raises(ValueError, match="out: shape"):
+        candidates.canonical(case, torch.randn(1, 3, 5, 4))
+
+
+def test_build_reports_any_failure_of_a_candidate() -> None:
+    def broken(case: Case) -> candidates.Call:
+        assert case.head_dim == 64, "head_dim 64 only"
+        return lambda: None
+
+    candidates.FACTORIES["broken"] = broken
+    with pytest.raises(candidates.Unavailable, match="AssertionError: head_dim 64 only"):
+        candidates.build("broken", Case(1, 1, 8, 128))
+
+
+def test_register_needs_name_module_and_attribute() -> None:
+    with pytest.raises(ValueError, match="NAME=module:attribute"):
+        candidates.register("mine=module")
+
+
+def test_tile_efficiency_is_pairs_over_visited_area() -> None:
+    pytest.importorskip("flashmsa")
+    for case in SMALL_CASES[2:]:
+        mask = allowed(case)
+        rows, keys = 32, 16
+        visited = sum(
+            rows * keys
+            for i, j in itertools.product(range(0, case.length, rows), range(0, case.length, keys))
+            if mask[i : i + rows, j : j + keys].any()
+        )
+        assert candidates.tile_efficiency(case, (rows, keys)) == pytest.approx(case.pairs / visited)
+
+
+# Timing, with a device whose clock is the list of what was asked of it
+
+
+class Recorder:
+    """A device that notes each request; work takes as long as its name says and the flush one hour."""
+
+    kind = "recorder"
+    sm_count = 132
+    clock_source = "none"
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def work(self, name: str, ms: float) -> timing.Call:
+        def call() -> None:
+            self.log.append(name)
+            self.now += ms
+
+        return call
+
+    def flush(self) -> None:
+        self.log.append("flush")
+        self.now += 3.6e6
+
+    def mark(self) -> float:
+        self.log.append("mark")
+        return self.now
+
+    def wait(self, mark: float) -> None:
+        self.log.append("wait")
+
+    def elapsed_ms(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def probe(self) -> float:
+        return self.now
+
+    def mhz(self, begin: float, end: float) -> float:
+        return 1000.0 + (end - begin)
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def capture(self, call: timing.Call, launches: int) -> timing.Call:
+        return lambda: [call() for _ in range(launches)]
+
+
+def test_candidates_take_turns_and_the_flush_is_outside_the_events() -> None:
+    recorder = Recorder()
+    calls = {"a": recorder.work("a", 2.0), "b": recorder.work("b", 5.0), "c": recorder.work("c", 7.0)}
+    times = timing.interleaved(recorder, calls, launches=4, warmup=2)
+    one_round = [step for name in calls for step in ("flush", "mark", name, "mark")]
+    assert recorder.log == one_round * 6 + ["synchronize"]
+    assert {name: found.ms for name, found in times.items()} == {"a": [2.0] * 4, "b": [5.0] * 4, "c": [7.0] * 4}
+    assert times["c"].median_mhz() == 1007.0
+
+
+def test_warmup_rounds_are_not_counted() -> None:
+    recorder = Recorder()
+    durations = iter([100.0, 50.0, 1.0, 2.0, 3.0])
+
+    def call() -> None:
+        recorder.now += next(durations)
+
+    assert timing.interleaved(recorder, {"a": call}, launches=3, warmup=2)["a"].ms == [1.0, 2.0, 3.0]
+
+
+def test_steady_slices_alternate_and_last_as_long_as_asked() -> None:
+    recorder = Recorder()
+    calls = {"a": recorder.work("a", 2.0), "b": recorder.work("b", 5.0)}
+    results = timing.steady(recorder, calls, {"a": 2.0, "b": 5.0}, seconds=1.0, slice_s=0.25)
+    order = [name for name, _ in itertools.groupby(step for step in recorder.log if step in calls)]
+    assert order == ["a", "b"] * 4
+    assert [part.launches for part in results["a"].slices] == [125] * 4
+    assert [part.launches for part in results["b"].slices] == [50] * 4
+    assert results["a"].ms_per_launch() == 2.0
+    assert results["b"].ms_per_launch() == 5.0
+    assert recorder.log.count("wait") > 0 and not results["a"].watts
+
+
+def test_graph_times_are_per_launch_and_skip_the_first_round() -> None:
+    recorder = Recorder()
+    calls = {"a": recorder.work("a", 0.5), "b": recorder.work("b", 0.25)}
+    times = timing.replayed(recorder, calls, rounds=3, launches=10)
+    assert {name: found.ms for name, found in times.items()} == {"a": [0.5] * 3, "b": [0.25] * 3}
+
+
+def test_host_times_give_one_figure_per_call_and_enter_the_context() -> None:
+    recorder, entered = Recorder(), []
+
+    class Context:
+        def __enter__(self) -> None:
+            entered.append(True)
+
+        def __exit__(self, *exc: object) -> None:
+            entered.append(False)
+
+    times = timing.host_times(recorder, {"a": (Context, recorder.work("a", 1.0))}, chunks=3, chunk=7)
+    assert len(times["a"]) == 21 and min(times["a"]) > 0
+    assert entered == [True, False] * 4
+    assert recorder.log.count("a") == 28 and recorder.log.count("synchronize") == 4
+
+
+def test_percentiles_are_numpys() -> None:
+    values = [5.0, 1.0, 9.0, 2.5, 2.5, 7.0]
+    for percent in (0, 10, 37, 50, 90, 100):
+        assert timing.percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    assert timing.spread([3.0]) == {"median": 3.0, "p10": 3.0, "p90": 3.0, "count": 1}
+
+
+# Clock and energy
+
+
+def test_clock_between_probes_is_the_median_of_the_sms_seen_twice() -> None:
+    begin = [[1000, 500], [2000, 500], [0, 0], [7000, 500]]
+    end = [[1000 + 1_800_000, 1_000_500], [2000 + 1_500_000, 1_000_500], [9, 9], [7000 + 1_700_000, 1_000_500]]
+    assert device.probe_mhz(begin, end) == pytest.approx(1700.0)
+    assert device.probe_mhz([[0, 0]], [[5, 5]]) is None
+    assert device.probe_mhz([[1, 1]], [[2, 1_000_000]]) is None  # a clock that stood still
+
+
+def test_power_is_read_from_tick_to_tick() -> None:
+    # 700 W: the counter advances by 14 J every 20 ms; the reading begins after the settling time.
+    ticks = [(0.02 * i, 14_000 * i) for i in range(50)]
+    assert device.watts(ticks, 0.011, 0.789) == pytest.approx(700.0)
+    jump = [(t, e if t > 0.09 else 0) for t, e in ticks]  # what came before it settled does not count
+    assert device.watts(jump, 0.0, 0.7) == pytest.approx(700.0)
+    assert device.watts(ticks, 0.0, 0.115) is None  # one tick
+    assert device.watts([], 0.0, 1.0) is None
+
+
+def test_monitor_notes_changes_of_the_counter_only() -> None:
+    class Counter:
+        readings = itertools.chain([5, 5, 5, 8, 8], itertools.repeat(9))
+
+        def energy_mj(self) -> int:
+            return next(self.readings)
+
+        def sm_mhz(self) -> int:
+            return 1500
+
+    limit = time.monotonic() + 60
+    with device.monitored(Counter(), period_s=0.001) as readings:
+        while len(readings.ticks) < 3 and time.monotonic() < limit:
+            time.sleep(0.001)
+    assert [energy for _, energy in readings.ticks] == [5, 8, 9]
+    assert device.mean_clock(readings.clocks, 0.0, math.inf) == 1500.0
+    with device.monitored(None) as nothing:
+        pass
+    assert not nothing.ticks and not nothing.clocks
+
+
+def test_steady_figures_turn_power_into_energy_per_flop() -> None:
+    case = Case(1, 16, 1024, 128)
+    parts = [timing.Slice(10, 10 * case.flops / 600e9, 0.0, 1.0, 1500.0)]  # 600 TFLOP/s
+    figures = report.steady_figures(Lane("x", "x", case), timing.Steady(parts, [690.0, 710.0], [1500.0]), 132)
+    assert figures["tflops"] == pytest.approx(600.0)
+    assert figures["joules_per_tflop"] == pytest.approx(700.0 / 600.0)
+    assert report.steady_figures(Lane("x", "x", case), timing.Steady(parts), 132)["joules_per_tflop"] is None
+
+
+# Figures
+
+
+def test_utilisation_is_one_at_4096_flops_per_sm_and_cycle() -> None:
+    seconds, mhz = 0.002, 1600.0
+    flops = 132 * 4096 * mhz * 1e6 * seconds
+    assert report.tensor_utilisation(flops, seconds, mhz, 132) == pytest.approx(1.0)
+    assert report.tensor_utilisation(flops, seconds, None, 132) is None
+
+
+def lane_record(name: str, case: Case, tflops: float) -> dict:
+    ms = case.flops / (tflops * 1e9)
+    launches = timing.Launches([ms * 0.95, ms, ms * 1.05], [1500.0] * 3)
+    return report.lane_figures(Lane(name, name, case), launches, 132)
+
+
+def unit_record(group: str, name: str, lanes: dict[str, dict]) -> dict:
+    unit = {"group": group, "name": name, "lanes": lanes, "skipped": {}, "derived": {}, "differences": {}}
+    report.add_ratios(unit)
+    return unit
+
+
+@pytest.fixture
+def results() -> dict:
+    """A result file as a run on a GPU would leave it: the forward grid and one draw of documents."""
+    units = []
+    for index, case in enumerate(cases.grid()):
+        ours = 600.0 * (1.2 if index else 0.9)
+        units.append(unit_record("forward", case.name, {
+            "flashmsa": lane_record("flashmsa", case, ours),
+            "cudnn": lane_record("cudnn", case, 600.0),
+        }))  # fmt: skip
+    dense = Case(1, 16, 16384, 128)
+    document = replace(dense, mask="document", offsets=cases.document_offsets(16384, 16, 1), tag="seed1")
+    lanes = {"flashmsa": lane_record("flashmsa", document, 540.0)}
+    lanes["flashmsa dense"] = lane_record("flashmsa", dense, 750.0)
+    units.append(unit_record("documents", document.name, lanes))
+    report.add_document_target(units[-1], 0.8)
+    report.add_ceiling(units, 800.0)
+    return {
+        "schema": report.SCHEMA, "command": "python benchmarks/run.py", "date": "2026-01-01T00:00:00+00:00",
+        "dry_run": False, "settings": {}, "environment": {"gpu": "NVIDIA H200", "torch": "2", "cudnn": 1, "commit": "c"},
+        "clocks": {"source": "none"}, "ceiling": {"size": 8192, "tflops": 800.0, "note": "", "measured": [800.0]},
+        "units": units, "summary": report.summarise(units),
+    }  # fmt: skip
+
+
+def test_summary_gives_geometric_means_and_the_worst_case(results: dict) -> None:
+    forward = results["summary"]["forward"]["flashmsa"]
+    assert forward["cases"] == 24
+    assert forward["geometric_mean"] == pytest.approx((1.2**23 * 0.9) ** (1 / 24))
+    assert forward["by_head_dim"]["64"] == pytest.approx((1.2**7 * 0.9) ** (1 / 8))
+    assert forward["by_head_dim"]["256"] == pytest.approx(1.2)
+    assert (forward["minimum"], forward["minimum_case"]) == (pytest.approx(0.9), "d64-16x1024-dense")
+    assert results["summary"]["documents_of_target"]["geometric_mean"] == pytest.approx(540 / (750 * 0.8))
+    assert results["units"][1]["lanes"]["flashmsa"]["of_matmul"] == pytest.approx(720 / 800)
+
+
+def test_ratio_is_taken_on_the_same_case_only() -> None:
+    bf16, fp16 = Case(1, 16, 1024, 128), Case(1, 16, 1024, 128, dtype="fp16")
+    unit = unit_record("dtype", bf16.name, {
+        "flashmsa bf16": lane_record("flashmsa", bf16, 500.0), "flashmsa fp16": lane_record("flashmsa", fp16, 600.0),
+        "cudnn bf16": lane_record("cudnn", bf16, 400.0), "cudnn fp16": lane_record("cudnn", fp16, 300.0),
+    })  # fmt: skip
+    assert unit["lanes"]["flashmsa bf16"]["ratio"] == pytest.approx(1.25)
+    assert unit["lanes"]["flashmsa fp16"]["ratio"] == pytest.approx(2.0)
+
+
+def test_text_shows_every_case_and_the_verdict(results: dict) -> None:
+    text = report.text(results)
+    for unit in results["units"]:
+        assert unit["name"] in text
+    assert "geometric mean 1.186" in text and "minimum 0.900 at d64-16x1024-dense" in text
+    assert max(len(line) for line in text.splitlines()) < 200
+
+
+def test_short_sequences_name_where_sdpa_is_faster() -> None:
+    case = Case(1, 16, 64, 128)
+    lanes = {
+        name: lane_record(name, case, rate) for name, rate in (("flashmsa", 10.0), ("cudnn", 20.0), ("flash", 5.0))
+    }
+    summary = report.summarise([unit_record("small", case.name, lanes)])
+    assert summary["small"] == [{"case": case.name, "best": "cudnn", "time_ratio": pytest.approx(2.0)}]
+
+
+def test_result_files_are_checked(results: dict, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "r.json"
+    report.write_json(results, path)
+    assert report.read_json(path)["summary"] == json.loads(json.dumps(results["summary"]))
+    with pytest.raises(ValueError, match="ceiling missing"):
+        report.check_results({key: value for key, value in results.items() if key != "ceiling"})
+    with pytest.raises(ValueError, match="schema 7"):
+        report.check_results({**results, "schema": 7})
+    del results["units"][0]["lanes"]["cudnn"]["ms"]
+    with pytest.raises(ValueError, match="d64-16x1024-dense, cudnn: ms missing"):
+        report.check_results(results)
+
+
+# Pictures
+
+
+def test_plot_draws_what_was_measured(results: dict, tmp_path: Path) -> None:
+    points = plot.curves(results["units"], "causal", 128)
+    assert [length for length, *_ in points["flashmsa"]] == [1024, 4096, 8192, 16384]
+    assert points["flashmsa"][0][1] == pytest.approx(720.0)
+    report.write_json(results, tmp_path / "r.json")
+    assert plot.main([str(tmp_path / "r.json")]) == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot.plot({**results, "units": []}, tmp_path / "none.png")
+
+
+# Nsight Compute
+
+NCU_HEADER = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+
+
+def ncu_output(kernels: dict[str, dict[str, str]]) -> str:
+    rows = [
+        f'"{index}","1","{name}","{metric}","","{value}"'
+        for index, (name, metrics) in enumerate(kernels.items())
+        for metric, value in metrics.items()
+    ]
+    return "\n".join(["==PROF== Connected to process 1", NCU_HEADER, *rows, "==PROF== Disconnected"])
+
+
+def test_ncu_reading_is_about_the_longest_kernel() -> None:
+    main = {
+        ncu.TIME: "1,000,000", ncu.CYCLES: "1500000", ncu.TENSOR: "92.5", ncu.ISSUE: "27.0", ncu.XU: "n/a",
+        ncu.INSTRUCTIONS: "156000000", ncu.CONFLICTS: "1000", ncu.WAVEFRONTS: "10000", ncu.L2_HIT: "95.0",
+        ncu.L2_BYTES: "3000000000", ncu.DRAM_READ: "100000000", ncu.DRAM_WRITE: "50000000", ncu.LOCAL_LOADS: "12",
+        ncu.STALL.format("gmma"): "6.0", ncu.STALL.format("barrier"): "2.0", ncu.STALL.format("selected"): "2.0",
+    }  # fmt: skip
+    launches = ncu.parse(ncu_output({"plan_documents": {ncu.TIME: "3000"}, "fwd_dense": main}))
+    assert [kernel["name"] for kernel in launches] == ["plan_documents", "fwd_dense"]
+    assert launches[1][ncu.TIME] == 1e6 and ncu.XU not in launches[1]
+    text = ncu.reading(Case(4, 16, 4096, 128), "flashmsa", launches)
+    assert "flashmsa: fwd_dense" in text and "plan_documents, 3.0 us" in text
+    assert "550 TFLOP/s" in text and "tensor pipe active 92.5 %" in text
+    assert "(gmma): 60 % of warp cycles" in text and "10.0 % of them conflicts: look at the swizzle" in text
+    assert "3000 GB/s" in text and "150.0 MB moved, 150 GB/s" in text and "look for spills" in text
+
+
+def test_ncu_leaves_the_clocks_alone_and_calls_the_child() -> None:
+    case = cases.find_case("d128-4x4096-causal")
+    command = ncu.command("ncu", ["a", "b"], Path("log"), case, "cudnn", ["x=m:f"])
+    assert command[command.index("--clock-control") + 1] == "none"
+    assert command[command.index("--metrics") + 1] == "a,b"
+    child = run.parse(command[command.index(str(ROOT / "benchmarks" / "run.py")) + 1 :])
+    assert (child.ncu_child, child.ncu_candidate, child.candidate) == (case.name, "cudnn", ["x=m:f"])
+    assert ncu.parse("==ERROR== no kernels") == []
+
+
+# Whole runs, dry
+
+
+def plug(monkeypatch: pytest.MonkeyPatch, factory: candidates.Factory) -> list[str]:
+    module = types.ModuleType("plugged_candidate")
+    module.factory = factory
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return ["--candidate", f"flashmsa={module.__name__}:factory"]
+
+
+def exact(case: Case) -> candidates.Call:
+    q, k, v = candidates.inputs(case)
+    mask = allowed(case)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def dry_run(out: Path, *arguments: str) -> tuple[int, dict]:
+    code = run.main(["--dry-run", "--quick", "--launches", "2", "--peers", "cudnn", "--out", str(out), *arguments])
+    return code, report.read_json(out)
+
+
+def test_dry_run_goes_through_every_device_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    groups = "forward,documents,one-document,small,dtype"
+    steady = ["--steady", "d64-4x64-causal-h1", "--seconds", "0.02"]
+    code, data = dry_run(
+        tmp_path / "r.json", *plug(monkeypatch, exact), "--group", groups, "--cases", "d64|document", *steady
+    )
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert {unit["group"] for unit in data["units"]} == set(groups.split(","))
+    assert data["dry_run"] and data["ceiling"]["tflops"] > 0
+    forward = {unit["name"]: unit for unit in data["units"] if unit["group"] == "forward"}
+    assert forward["d64-4x64-causal-h1"]["differences"]["flashmsa"] < run.WRONG
+    assert "steady" in forward["d64-4x64-causal-h1"]["lanes"]["flashmsa"]
+    assert "steady" not in forward["d64-4x64-dense-h1"]["lanes"]["flashmsa"]
+    assert data["summary"]["one_document_of_plain"]["geometric_mean"] > 0
+    assert "these figures say nothing" in printed and "d128-1x256-document-h1-seed1" in printed
+
+
+def test_dry_run_with_the_cpu_backend(tmp_path: Path) -> None:
+    pytest.importorskip("flashmsa")
+    arguments = ["--group", "forward,host,table", "--cases", "d64-4x64|d64-1x128|d128-1x128-dense-h1"]
+    code, data = dry_run(tmp_path / "r.json", *arguments)
+    assert code == 0
+    assert [unit["group"] for unit in data["units"]] == ["forward", "forward", *["host"] * 3, "table"]
+    assert all(unit["derived"]["of_sdpa"] > 0 for unit in data["units"] if unit["group"] == "host")
+    assert "qkv+flashmsa" in data["units"][-1]["lanes"]
+
+
+def test_a_wrong_result_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def wrong(case: Case) -> candidates.Call:
+        right = exact(case)
+        return lambda: right() * 1.1
+
+    code, _ = dry_run(tmp_path / "r.json", *plug(monkeypatch, wrong), "--group", "forward", "--cases", "d64-4x64-dense")
+    assert code == 1
+    assert "WRONG: forward d64-4x64-dense-h1: flashmsa differs by 0.1" in capsys.readouterr().out
+
+
+def test_a_missing_candidate_fails_the_run_and_keeps_the_rest(tmp_path: Path, monkeypatch, capsys) -> None:
+    def absent(case: Case) -> candidates.Call:
+        raise candidates.Unavailable("not built here")
+
+    code, data = dry_run(tmp_path / "r.json", *plug(monkeypatch, absent), "--group", "forward", "--cases", "d64")
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert (
+        "FAILED: flashmsa did not run in 2 units" in printed
+        and "left out: flashmsa in 2 units: not built here" in printed
+    )
+    assert all(list(unit["lanes"]) == ["cudnn"] for unit in data["units"])
+
+
+def test_bad_arguments_name_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--group: backward not among forward"):
+        run.main(["--dry-run", "--group", "backward"])
+    with pytest.raises(ValueError, match=r"--peers: fa9 not among"):
+        run.main(["--dry-run", "--peers", "fa9"])
+    with pytest.raises(ValueError, match=r"--cases: nothing in forward"):
+        run.main(["--dry-run", "--group", "forward", "--cases", "d512"])
+    with pytest.raises(ValueError, match=r"--steady: d128-nowhere"):
+        run.main(["--dry-run", "--group", "forward", "--steady", "d128-nowhere"])
+
+
+def test_list_prints_units_without_running_them(capsys) -> None:
+    assert run.main(["--group", "all", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(len(build(["flashmsa", *candidates.PEERS])) for build in cases.GROUPS.values())
+    assert any("d128-4x4096-causal" in line and "fa4" in line for line in lines)
+
+
+def test_differences_compare_equal_cases_only() -> None:
+    case, other = Case(1, 2, 8, 16), Case(1, 2, 8, 16, "causal")
+    lanes = tuple(Lane(name, name, c) for name, c in (("flashmsa", case), ("cudnn", case), ("fa4", other)))
+    outputs = {lane.label: torch.ones(1, 2, 8, 16) for lane in lanes}
+    outputs["flashmsa"] = outputs["flashmsa"] * 1.5
+    assert run.differences(Unit("g", "u", lanes), outputs) == {"flashmsa": pytest.approx(0.5)}
+    outputs["flashmsa"][0, 0, 0, 0] = math.nan
+    assert math.isnan(run.differences(Unit("g", "u", lanes), outputs)["flashmsa"])

@@ -1,7 +1,7 @@
 """Builds flashmsa._C: the binding, the CPU backend and, where nvcc is found, the sm_90a kernels.
 
-FLASHMSA_CUDA=auto (default) builds the kernels where an nvcc of a supported version and a CUDA build of torch are found,
-and says so; 1 demands them; 0 leaves them out. MAX_JOBS bounds the parallel compilers.
+FLASHMSA_CUDA=auto (the default) builds the kernels where an nvcc of a supported version and a CUDA build of torch are
+found; 1 demands them, 0 leaves them out. One line says which it was. MAX_JOBS bounds the parallel compilers.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ def kernels_or_reason(mode: str, torch_cuda: str | None) -> Toolkit | str:
     return result
 
 
+def announcement(kernels: Toolkit | str) -> str:
+    """One line for whoever builds."""
+    if isinstance(kernels, Toolkit):
+        return f"building the sm_90a kernels with {kernels}"
+    return (
+        f"leaving out the sm_90a kernels ({kernels}); the CPU backend is whole, CUDA tensors run on composed operators"
+    )
+
+
 def sources(with_kernels: bool) -> list[str]:
     """Every source of the extension, relative to the root."""
     files = [path.relative_to(ROOT) for path in sorted((ROOT / "csrc").rglob("*")) if path.suffix in (".cpp", ".cu")]
@@ -119,8 +128,7 @@ def extension():
 
     kernels = kernels_or_reason(cuda_mode(os.environ.get("FLASHMSA_CUDA")), torch.version.cuda)
     with_kernels = isinstance(kernels, Toolkit)
-    # stderr: pip shows it with -v only, but a plain build and make always do.
-    print(f"flashmsa: {'building' if with_kernels else 'leaving out'} the sm_90a kernels: {kernels}", file=sys.stderr)
+    print(f"flashmsa: {announcement(kernels)}", file=sys.stderr)
 
     macros = [("FLASHMSA_TORCH_VERSION", f'"{torch.__version__}"')]
     options = {"include_dirs": [str(ROOT / "csrc")], "libraries": [], "library_dirs": []}

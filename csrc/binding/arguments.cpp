@@ -206,7 +206,7 @@ void check_arguments(const Arguments& args) {
   if (args.scale.has_value()) {
     // The kernels compute in fp32; only fp64 keeps a scale beyond it.
     const bool finite = args.q.scalar_type() == at::kDouble ? std::isfinite(*args.scale)
-                                                             : std::isfinite(static_cast<float>(*args.scale));
+                                                            : std::isfinite(static_cast<float>(*args.scale));
     TORCH_CHECK_VALUE(finite, "scale: ", *args.scale, " is not finite in fp32; must be finite, the default is 1/sqrt(",
                       at::symint::sizes<Int>(args.q)[3], ")");
   }

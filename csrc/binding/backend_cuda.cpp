@@ -66,9 +66,8 @@ at::Tensor CudaBackend::empty(at::IntArrayRef sizes, at::IntArrayRef strides, at
 }
 
 void CudaBackend::run(Call& call) {
-  TORCH_CHECK_NOT_IMPLEMENTED(fwd::find_kernel(call.params) != nullptr, "q: dtype ",
-                              dtype_name(call.q.scalar_type()), " with head_dim ", call.params.head_dim, " and ",
-                              call.params.head_dim_v,
+  TORCH_CHECK_NOT_IMPLEMENTED(fwd::find_kernel(call.params) != nullptr, "q: dtype ", dtype_name(call.q.scalar_type()),
+                              " with head_dim ", call.params.head_dim, " and ", call.params.head_dim_v,
                               " has no sm90 kernel; torch.float16 and torch.bfloat16 have, and backend=\"torch\" runs "
                               "any dtype");
   make_scale_positive(call);

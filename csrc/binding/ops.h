@@ -16,7 +16,7 @@ Result attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
 
 // The same, written to `out`; returns lse.
 at::Tensor attention_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t mask,
-                     at::IntArrayRef mask_ints, at::TensorList mask_tensors, std::optional<double> scale,
-                     bool return_lse, at::Tensor& out);
+                         at::IntArrayRef mask_ints, at::TensorList mask_tensors, std::optional<double> scale,
+                         bool return_lse, at::Tensor& out);
 
 }  // namespace flashmsa::binding

@@ -1,0 +1,140 @@
+"""What must hold in the forward kernels' machine code, read from the built extension on any machine with cuobjdump."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import flashmsa
+
+LIBRARY = Path(flashmsa._C.__file__)
+KERNELS = flashmsa._C.kernels()
+REGISTERS_OF_AN_SM = 65536
+
+# Parts of the names of kernels that may use mma.sync beside wgmma. None needs to.
+MAY_HOLD_HMMA: tuple[str, ...] = ()
+
+
+def find_tools() -> Path | None:
+    """The folder with cuobjdump and nvdisasm: from pip's packages, or a CUDA toolkit."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    folders = [*sorted(site.glob("nvidia/*/bin")), *(Path(p) for p in os.environ.get("PATH", "").split(os.pathsep))]
+    for folder in [*folders, Path("/usr/local/cuda/bin")]:
+        if all(shutil.which(name, path=str(folder)) for name in ("cuobjdump", "nvdisasm")):
+            return folder
+    return None
+
+
+TOOLS = find_tools()
+pytestmark = [
+    pytest.mark.skipif(not KERNELS, reason=f"this build has no kernels: {flashmsa._C.build_info()['reason']}"),
+    pytest.mark.skipif(TOOLS is None, reason="needs cuobjdump and nvdisasm (pip install 'flashmsa[test]')"),
+]
+
+
+@dataclass
+class Function:
+    """One function of the extension's device code."""
+
+    name: str
+    opcodes: dict[str, int] = field(default_factory=dict)  # instruction without its modifiers, to its count
+    usage: dict[str, int] = field(default_factory=dict)  # REG, STACK, SHARED, LOCAL, ...
+
+    def count(self, opcode: str) -> int:
+        return self.opcodes.get(opcode, 0)
+
+
+def cuobjdump(option: str) -> str:
+    # cuobjdump starts nvdisasm, and looks for it on PATH.
+    environment = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ.get('PATH', '')}"}
+    command = [TOOLS / "cuobjdump", option, LIBRARY]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, Function]:
+    """Every function of the extension, with its instructions counted and its resources. Names may come several times,
+    from several files, with the same code: the last one stands."""
+    found: dict[str, Function] = {}
+    current = Function("")
+    for line in cuobjdump("-sass").splitlines():
+        if match := re.match(r"\s*Function : (\S+)", line):
+            current = found[match[1]] = Function(match[1])
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", line):
+            current.opcodes[match[1]] = current.opcodes.get(match[1], 0) + 1
+    name = None
+    for line in cuobjdump("-res-usage").splitlines():
+        if match := re.match(r"\s*Function (\S+):", line):
+            name = match[1]
+        elif name is not None and "REG:" in line:
+            found[name].usage = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line)}
+            name = None
+    return found
+
+
+@pytest.fixture(scope="module")
+def forward(functions: dict[str, Function]) -> list[Function]:
+    kernels = [function for name, function in functions.items() if "attention_forward" in name]
+    assert kernels, f"no attention_forward among {sorted(functions)}"
+    return kernels
+
+
+def test_every_kernel_of_the_table_is_there(forward: list[Function]) -> None:
+    assert len(forward) == len(KERNELS)
+    assert all(function.opcodes and function.usage for function in forward)
+
+
+def test_only_sm_90a() -> None:
+    assert set(re.findall(r"arch = (\S+)", cuobjdump("-lelf") + cuobjdump("-res-usage"))) == {"sm_90a"}
+
+
+def test_tensor_cores_and_bulk_copies(forward: list[Function]) -> None:
+    """wgmma for the products, TMA for what goes in and out."""
+    for function in forward:
+        for opcode in ("HGMMA", "UTMALDG", "UTMASTG"):
+            assert function.count(opcode) > 0, f"{function.name} has no {opcode}"
+
+
+def test_no_local_memory(functions: dict[str, Function]) -> None:
+    for function in functions.values():
+        spilled = {opcode: function.count(opcode) for opcode in ("LDL", "STL") if function.count(opcode)}
+        assert spilled == {}, f"{function.name}: {spilled}"
+        assert function.usage["STACK"] == 0 and function.usage["LOCAL"] == 0, f"{function.name}: {function.usage}"
+
+
+def test_no_older_tensor_instructions(forward: list[Function]) -> None:
+    for function in forward:
+        if not any(name in function.name for name in MAY_HOLD_HMMA):
+            assert function.count("HMMA") == 0, f"{function.name}: {function.count('HMMA')} HMMA"
+
+
+def test_registers_move_between_warpgroups(forward: list[Function]) -> None:
+    """The producer gives registers away and the consumers take them."""
+    for function in forward:
+        assert function.count("USETMAXREG") >= 2, f"{function.name}: {function.count('USETMAXREG')} USETMAXREG"
+
+
+def function_of(kernel: dict, forward: list[Function]) -> Function:
+    """The function that a row of the table names: its mask and its Config<dtype, head_dim_bucket, ...>."""
+    dtype = {"bfloat16": "13__nv_bfloat16", "float16": "6__half"}[kernel["dtype"]]
+    mask = kernel["mask"].capitalize()
+    pattern = re.compile(rf"{len(mask)}{mask}E.*I{dtype}Li{kernel['head_dim_bucket']}E")
+    (function,) = (function for function in forward if pattern.search(function.name))
+    return function
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel["name"])
+def test_registers_fit(forward: list[Function], kernel: dict) -> None:
+    """NOTE: the pool that setmaxnreg deals out is entry registers x threads; asking for more hangs for ever."""
+    consumers = kernel["consumer_warpgroups"]
+    producers = kernel["threads"] // 128 - consumers
+    wanted = 128 * (producers * kernel["registers_producer"] + consumers * kernel["registers_consumer"])
+    pool = function_of(kernel, forward).usage["REG"] * kernel["threads"]
+    assert wanted <= pool <= REGISTERS_OF_AN_SM

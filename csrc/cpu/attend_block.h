@@ -58,7 +58,7 @@ FLASHMSA_CPU_TARGET inline const Vector<Acc>& at(const Acc* p) {
 // x = e^x for x <= 0, to 1e-7 relative. -inf and whatever ends below the smallest normal number give 0, NaN gives NaN.
 FLASHMSA_CPU_TARGET inline void exp_nonpositive(VectorF32& x) {
   constexpr float kLowest = -87.3365f;  // ln 2^-126
-  constexpr float kRound = 0x1.8p23f;   // adding it leaves an integer in the low bits of the sum
+  constexpr float kRound = 0x1.8p23f;  // adding it leaves an integer in the low bits of the sum
   const VectorF32 y = x < kLowest ? VectorF32{} + kLowest : x;
   // e^y = 2^n e^r with n whole and |r| <= ln(2) / 2; ln 2 in two parts, the first exact in a product with n.
   const VectorF32 rounded = y * 1.44269504f + kRound;

@@ -97,9 +97,7 @@ struct Tensor {
     return storage[first + b * stride_batch + h * stride_head + s * stride_seq + d];
   }
   // Its value as the oracle reads it.
-  double value(int32_t b, int32_t h, int32_t s, int32_t d) const {
-    return cpu::widen(at_const(b, h, s, d));
-  }
+  double value(int32_t b, int32_t h, int32_t s, int32_t d) const { return cpu::widen(at_const(b, h, s, d)); }
   TensorRef ref() { return {storage.data() + first, stride_batch, stride_head, stride_seq}; }
 
   void set_row(int32_t b, int32_t h, int32_t s, double x) {
@@ -257,8 +255,7 @@ struct AttentionCase {
   void run(cpu::Isa isa) {
     std::fill(out.storage.begin(), out.storage.end(), poison<T>());
     std::fill(lse.begin(), lse.end(), -12345.f);
-    cpu::attention_forward(
-        params(), [](int64_t count, int64_t, const auto& body) { body(0, count); }, isa);
+    cpu::attention_forward(params(), [](int64_t count, int64_t, const auto& body) { body(0, count); }, isa);
     std::vector<char> inside(out.storage.size(), 0);
     for_each_row([&](int32_t b, int32_t h, int32_t i) {
       for (int32_t d = 0; d < out.dim; ++d) inside[&out.at_const(b, h, i, d) - out.storage.data()] = 1;
@@ -296,7 +293,8 @@ void check_out(const AttentionCase<T>& call, const Answer<T>& answer, const std:
     const Exact<T> want = answer.out[x];
     if (!std::isfinite(want)) {
       const bool ok = got[x] == static_cast<double>(want) || (std::isnan(got[x]) && std::isnan(want));
-      if (!CHECK(ok, "element %zu is %g, not %g: %s", x, got[x], static_cast<double>(want), call.text(isa).c_str())) return;
+      if (!CHECK(ok, "element %zu is %g, not %g: %s", x, got[x], static_cast<double>(want), call.text(isa).c_str()))
+        return;
       continue;
     }
     if (!CHECK(std::isfinite(got[x]), "element %zu is %g, not %g: %s", x, got[x], static_cast<double>(want),

@@ -12,11 +12,12 @@ inline int64_t checks = 0;
 inline int64_t failures = 0;
 
 // Counts one check. A failure prints where and what; after 20 of them only the count goes on.
-[[gnu::format(printf, 4, 5)]] inline bool check(bool ok, const char* file, int line, const char* format, ...) {
+[[gnu::format(printf, 5, 6)]] inline bool check(bool ok, const char* file, int line, const char* condition,
+                                                const char* format, ...) {
   ++checks;
   if (ok) return true;
   if (++failures <= 20) {
-    std::printf("%s:%d: ", file, line);
+    std::printf("%s:%d: %s: ", file, line, condition);
     va_list values;
     va_start(values, format);
     std::vprintf(format, values);
@@ -26,7 +27,7 @@ inline int64_t failures = 0;
   return false;
 }
 
-#define CHECK(condition, ...) ::flashmsa::test::check((condition), __FILE__, __LINE__, #condition ": " __VA_ARGS__)
+#define CHECK(condition, ...) ::flashmsa::test::check((condition), __FILE__, __LINE__, #condition, __VA_ARGS__)
 
 // The exit status of a test program. A run without a check is a failure too.
 inline int report(const char* name) {

@@ -27,8 +27,8 @@ struct MaskCase {
     params.batch = batch;
     params.len_q = len_q;
     params.len_kv = len_kv;
-    params.mask = {kind, causal, top_left, q_offsets.data(), kv_offsets.data(), documents(),
-                   shared_offsets ? 0 : documents() + 1};
+    params.mask = {
+        kind, causal, top_left, q_offsets.data(), kv_offsets.data(), documents(), shared_offsets ? 0 : documents() + 1};
   }
 
   // The definition.
@@ -111,9 +111,9 @@ inline MaskCase garbage_mask(Random& random, int32_t batch, int32_t len_q, int32
   const int32_t documents = random.between(0, 9);
   for (int32_t n = (mask.shared_offsets ? 1 : batch) * (documents + 1); n > 0; --n) {
     for (auto* offsets : {&mask.q_offsets, &mask.kv_offsets}) {
-      offsets->push_back(random.pick({random.between(-3, len_q + 3), random.between(-3, len_kv + 3), INT32_MIN,
-                                      INT32_MIN + 1, INT32_MAX, INT32_MAX - 1, -1, 0,
-                                      static_cast<int32_t>(random.bits())}));
+      offsets->push_back(
+          random.pick({random.between(-3, len_q + 3), random.between(-3, len_kv + 3), INT32_MIN, INT32_MIN + 1,
+                       INT32_MAX, INT32_MAX - 1, -1, 0, static_cast<int32_t>(random.bits())}));
     }
   }
   return mask;

@@ -24,8 +24,8 @@ void check_random(Random& random, int32_t trials) {
     const int32_t len_kv = random.pick({len_q, random.between(1, 20), random.between(1, 200)});
     const int32_t heads_kv = random.between(1, 3);
     const auto layout = [&] {
-      return random.pick({Layout::kHeadsFirst, Layout::kSequenceFirst, Layout::kSlice, Layout::kExpandedHeads,
-                          Layout::kExpanded});
+      return random.pick(
+          {Layout::kHeadsFirst, Layout::kSequenceFirst, Layout::kSlice, Layout::kExpandedHeads, Layout::kExpanded});
     };
     const Layout layout_out = random.pick({Layout::kHeadsFirst, Layout::kSequenceFirst, Layout::kSlice});
     AttentionCase<T> call(random_mask(random, random.between(1, 2), len_q, len_kv), heads_kv * random.between(1, 3),

@@ -162,7 +162,8 @@ void check_poisoned_inputs(Random& random, int32_t trials) {
   for (int32_t trial = 0; trial < trials; ++trial) {
     const int32_t len_q = random.between(1, 180);
     const int32_t len_kv = random.pick({len_q, random.between(1, 180)});
-    AttentionCase<T> call(random_mask(random, 2, len_q, len_kv), 2, 1, 8 * random.between(1, 4), 8 * random.between(1, 6));
+    AttentionCase<T> call(random_mask(random, 2, len_q, len_kv), 2, 1, 8 * random.between(1, 4),
+                          8 * random.between(1, 6));
     call.randomize(random);
     for (int32_t n = random.between(1, 6); n > 0; --n) {
       Tensor<T>& tensor = *random.pick({&call.q, &call.k, &call.v});
@@ -262,8 +263,7 @@ void check_huge_strides(Random& random) {
   }
   for (cpu::Isa isa : cpu::supported_isas()) {
     if (!reserved) break;
-    cpu::attention_forward(
-        params, [](int64_t count, int64_t, const auto& body) { body(0, count); }, isa);
+    cpu::attention_forward(params, [](int64_t count, int64_t, const auto& body) { body(0, count); }, isa);
     for_each_element(call.out, far[3], [](T& near, T& copy) { near = copy; });
     check_out(call, call.oracle(), call.composed(), isa);
     check_lse(call, call.oracle(), isa);

@@ -151,8 +151,8 @@ std::vector<MaskCase> adversarial_masks() {
     masks.push_back(document({0}, {0}, 70, 70, causal));                                // no document
     masks.push_back(document({0, 0, 0, 0, 1}, {0, 0, 0, 0, 1}, 1, 1, causal));          // more documents than tokens
     masks.push_back(document({0, 0, 150, 150, 300}, {0, 100, 100, 200, 300}, 300, 300, causal));  // no queries, no keys
-    masks.push_back(document({0, 100, 130}, {0, 90, 90}, 260, 200, causal));            // rows past the last document
-    masks.push_back(document({0, 500}, {0, 700}, 200, 100, causal));                    // a document past the tensors
+    masks.push_back(document({0, 100, 130}, {0, 90, 90}, 260, 200, causal));  // rows past the last document
+    masks.push_back(document({0, 500}, {0, 700}, 200, 100, causal));  // a document past the tensors
     masks.push_back(document({0, 64, 128, 192}, {0, 64, 128, 192}, 192, 192, causal));  // on the tiles' edges
     masks.push_back(document({0, 63, 129, 193}, {0, 65, 127, 200}, 193, 200, causal));  // beside them
     std::vector<int32_t> single(131);

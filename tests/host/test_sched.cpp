@@ -1,0 +1,83 @@
+// The order of a persistent grid: every row tile of every slice once, longest first inside groups that fit L2; and the
+// buckets that the plan sorts by.
+#include <algorithm>
+#include <vector>
+
+#include "check.h"
+#include "mask/list.h"
+#include "sched/plan.h"
+#include "sched/tile_order.h"
+
+namespace flashmsa::test {
+namespace {
+
+using sched::TileIndex;
+using sched::TileOrder;
+
+void check_order(TileOrder order) {
+  CHECK(order.count() == order.row_blocks * order.slices, "%d", order.count());
+  std::vector<int> seen(order.count(), 0);
+  TileIndex before = {0, 0};
+  for (int32_t tile = 0; tile < order.count(); ++tile) {
+    const TileIndex index = order.decode(tile);
+    if (!CHECK(
+            0 <= index.slice && index.slice < order.slices && 0 <= index.row_rank && index.row_rank < order.row_blocks,
+            "tile %d is (%d, %d) of (%d, %d), groups of %d", tile, index.slice, index.row_rank, order.slices,
+            order.row_blocks, order.group)) {
+      return;
+    }
+    ++seen[index.slice * order.row_blocks + index.row_rank];
+    const int32_t group = index.slice / order.group, group_before = before.slice / order.group;
+    CHECK(group >= group_before, "tile %d returns to group %d", tile, group);
+    CHECK(group > group_before || index.row_rank >= before.row_rank, "tile %d: a longer tile after a shorter", tile);
+    before = index;
+  }
+  CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), "(%d, %d), groups of %d", order.slices,
+        order.row_blocks, order.group);
+}
+
+// As many slices as fit, whole sets of heads that share keys, at least one set.
+void check_group_size(Random& random) {
+  AttentionParams p;
+  p.batch = random.between(1, 8);
+  p.heads_kv = random.between(1, 16);
+  p.heads_q = p.heads_kv * random.pick({1, 2, 8});
+  p.len_kv = random.pick({0, random.between(1, 500), random.between(1, 200000), INT32_MAX});
+  p.head_dim = 8 * random.between(1, 32);
+  p.head_dim_v = 8 * random.between(1, 32);
+  const int32_t slices = p.batch * p.heads_q, shared = p.heads_q / p.heads_kv;
+  const int32_t group = sched::group_size(p, slices);
+  CHECK(1 <= group && group <= slices, "%d of %d slices", group, slices);
+  CHECK(group % shared == 0, "%d slices, %d share a kv head", group, shared);
+  const int64_t head_bytes = 2 * int64_t{p.len_kv} * (p.head_dim + p.head_dim_v);
+  CHECK(group == shared || group / shared * head_bytes <= sched::kGroupBytes, "%d slices of len_kv %d", group,
+        p.len_kv);
+  CHECK(group == slices || (group / shared + 1) * head_bytes > sched::kGroupBytes,
+        "%d slices of len_kv %d could be more", group, p.len_kv);
+}
+
+void check_buckets(int32_t max_count) {
+  const int32_t shift = sched::bucket_shift(max_count);
+  CHECK(max_count >> shift < sched::kPlanBuckets, "count %d shift %d", max_count, shift);
+  CHECK(shift == 0 || max_count >> (shift - 1) >= sched::kPlanBuckets, "count %d shift %d is too coarse", max_count,
+        shift);
+}
+
+int run() {
+  for (int32_t row_blocks : {1, 2, 3, 7, 64}) {
+    for (int32_t slices : {1, 2, 5, 16, 33}) {
+      for (int32_t group = 1; group <= slices; ++group) check_order({row_blocks, slices, group});
+    }
+  }
+  Random random(31);
+  for (int32_t trial = 0; trial < 2000; ++trial) check_group_size(random);
+  for (int32_t count : {0, 1, 1023, 1024, 1025, 2047, 2048, 1 << 20, INT32_MAX}) check_buckets(count);
+  CHECK(sched::plan_bytes<mask::Dense>(100) == 0, "a mask without device data needs no plan");
+  CHECK(sched::plan_bytes<mask::Document>(100) == 100 * sizeof(sched::PlanEntry<mask::Document>), "one entry a block");
+  return report("test_sched");
+}
+
+}  // namespace
+}  // namespace flashmsa::test
+
+int main() { return flashmsa::test::run(); }

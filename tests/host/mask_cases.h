@@ -56,11 +56,11 @@ struct MaskCase {
     std::string out = kind == MaskKind::kDense ? "dense" : kind == MaskKind::kCausal ? "causal" : "document";
     if (top_left) out += " top-left";
     if (kind == MaskKind::kDocument && causal) out += " causal";
-    out += " len_q " + std::to_string(len_q) + " len_kv " + std::to_string(len_kv);
+    out.append(" len_q ").append(std::to_string(len_q)).append(" len_kv ").append(std::to_string(len_kv));
     for (const auto* offsets : {&q_offsets, &kv_offsets}) {
       if (offsets->empty()) continue;
       out += offsets == &q_offsets ? " q_offsets" : " kv_offsets";
-      for (int32_t x : *offsets) out += " " + std::to_string(x);
+      for (int32_t x : *offsets) out.append(" ").append(std::to_string(x));
     }
     return out;
   }

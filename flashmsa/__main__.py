@@ -31,7 +31,7 @@ def bench(argv: list[str]) -> int:
     script = Path(__file__).resolve().parent.parent / "benchmarks" / "run.py"
     if not script.exists():
         print(
-            f"bench: the benchmarks are part of the source checkout, not of the installed package in {Path(__file__).parent}"
+            f"bench: the benchmarks belong to the source checkout, not to the package in {Path(__file__).parent}"
             "; there, run `python benchmarks/run.py`, or `make bench`",
             file=sys.stderr,
         )

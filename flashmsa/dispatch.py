@@ -53,19 +53,19 @@ def reject(backend: str, q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> Re
             return Rejection(backend, reason, RuntimeError)
     elif device not in ("cpu", "meta"):
         return Rejection(backend, f"q is on {q.device}; needs tensors on the CPU", ValueError)
-    gap = _gap(backend, q.dtype, mask_kind, gaps)
+    gap = gap_reason(backend, q.dtype, gaps)
+    if gap is None and backend == "sm90" and not kernel_exists(mask_kind, q.dtype):
+        gap = f"no kernel was compiled for mask kind {mask_kind} in {_name(q.dtype)}"
     return None if gap is None else Rejection(backend, gap, NotImplementedError)
 
 
-def _gap(backend: str, dtype: torch.dtype, mask_kind: int, gaps: tuple[str, ...]) -> str | None:
-    """What the backend lacks for this call, on any machine."""
+def gap_reason(backend: str, dtype: torch.dtype, gaps: tuple[str, ...]) -> str | None:
+    """What a native backend lacks for this dtype and these options, on any machine; None where nothing."""
     dtypes = SM90_DTYPES if backend == "sm90" else CPU_DTYPES
     if dtype not in dtypes:
         return f"no kernel for {_name(dtype)}, only for {', '.join(map(_name, dtypes))}"
     if gaps:
         return f"{', '.join(gaps)}: not in the native backends yet"
-    if backend == "sm90" and not kernel_exists(mask_kind, dtype):
-        return f"no kernel was compiled for mask kind {mask_kind} in {_name(dtype)}"
     return None
 
 
@@ -119,8 +119,8 @@ def warn_once(reason: str) -> None:
         return
     _warned.add(reason)
     warnings.warn(
-        f"flashmsa runs its composed 'torch' backend, slower than a native one: {reason}. flashmsa.explain() tells more; "
-        "backend='torch' asks for it without a warning",
+        f"flashmsa runs its composed 'torch' backend, slower than a native one: {reason}. flashmsa.explain() tells "
+        "more; backend='torch' asks for it without a warning",
         UserWarning,
         stacklevel=4,
     )

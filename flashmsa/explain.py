@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
-from .dispatch import BACKENDS, build_reason, choose, reject
+from .dispatch import BACKENDS, build_reason, choose, gap_reason, reject
 from .masks import Mask
 from .ops import check_backend, option_gaps
 
@@ -64,7 +64,7 @@ class Explanation:
         ]
         shown = [(name, text) for name, text in lines if text is not None]
         return "\n".join(
-            textwrap.fill(text, 116, initial_indent=f"{name:<10}", subsequent_indent=" " * 10, break_long_words=False)
+            textwrap.fill(text, 116, initial_indent=f"{name:<12}", subsequent_indent=" " * 12, break_long_words=False)
             for name, text in shown
         )
 
@@ -109,8 +109,8 @@ def explain(
     """What ``attention`` would do with the same arguments, and why; nothing runs.
 
     With ``backend`` named it describes that backend whether or not it can run here: ``backend="sm90"`` with CPU or meta
-    tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's offsets, so it waits
-    for their device. Raises for arguments that ``attention`` would not take on any backend.
+    tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's offsets, so it
+    waits for their device. Raises for arguments that ``attention`` would not take on any backend.
     """
     check_tensor("q", q)
     check_gaps(q, dropout_p, config)
@@ -137,6 +137,10 @@ def explain(
                 f"{', '.join(wants_grad)} requires grad, and {chosen} has no backward pass yet: the call raises; use "
                 "torch.no_grad() or backend='torch'"
             )
+    if rejection is not None and rejection.error is not NotImplementedError:
+        gap = gap_reason(chosen, q.dtype, gaps)
+        if gap is not None:
+            notes.append(f"nor could {chosen} run it elsewhere: {gap}")
     kernel = _C.find_kernel(kind, q.dtype, q.shape[3], v.shape[3]) if chosen == "sm90" else None
     if chosen == "sm90" and kernel is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")

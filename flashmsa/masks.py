@@ -10,8 +10,8 @@ Document   key j in the same document as i; with ``causal``, aligned at each doc
 =========  ==============================================================================================
 
 Every mask so far is an *interval mask*: the keys of a row form one interval [begin, end). That is all that ``_rows``
-says, and sparsity, drawing and the composed backend follow from it. ``to_dense`` is written from the definition instead,
-so that each can be tested against the other.
+says; sparsity, drawing and the composed backend follow from it. ``to_dense`` is written from the definition instead, so
+that each can be tested against the other.
 
 Adding a mask: its trait in csrc/mask/, a dataclass here.
 """
@@ -87,7 +87,7 @@ class Mask:
         return 1.0 - (end - begin).sum().item() / pairs if pairs else 0.0
 
     def draw(self, len_q: int, len_kv: int, cells: int = 16) -> str:
-        """A picture of at most ``cells`` x ``cells`` cells: █ every pair allowed, ▒ some, · none; batch 0 if they differ.
+        """A picture of at most ``cells`` x ``cells`` cells: █ every pair is allowed, ▒ some, · none. Shows batch 0.
 
         Reads the mask's tensors, so it waits for their device.
         """
@@ -235,7 +235,7 @@ class Document(Mask):
         return cls(_narrow("cu_seqlens_q", cu_seqlens_q), _narrow("cu_seqlens_k", cu_seqlens_k), causal=causal)
 
     def to(self, device: torch.device | str) -> Document:
-        """This mask with its offsets on ``device``; itself where they are there already. Values are not checked again."""
+        """This mask with its offsets on ``device``; itself where they lie there. Values are not checked again."""
         offsets = self.offsets.to(device)
         if offsets is self.offsets:
             return self
@@ -354,8 +354,8 @@ def _check_offset_values(name: str, values: Tensor) -> None:
     if bad.numel():
         b, index = bad[0].tolist()
         raise ValueError(
-            f"{place(b, index + 1)}: {int(rows[b, index + 1])} is below the {int(rows[b, index])} before it; offsets must "
-            "never decrease"
+            f"{place(b, index + 1)}: {int(rows[b, index + 1])} is below the {int(rows[b, index])} before it; offsets "
+            "must never decrease"
         )
 
 
@@ -367,7 +367,7 @@ def _cuts_of(ids: Tensor, batch: int) -> list[int]:
     if inside.numel():
         index = int(inside[0])
         raise ValueError(
-            f"ids: {int(ids[index])} (padding) at index {index} of row {batch} stands before the document ids that follow; "
+            f"ids: {int(ids[index])} (padding) at index {index} of row {batch} stands before document ids; "
             "padding may stand at the end of a row only"
         )
     ids = ids[:length]

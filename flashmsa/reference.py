@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .checks import check_arguments, check_gaps, check_tensor
 from .masks import Dense, Mask
+from .torch_backend import without_autocast
 
 
 def reference(
@@ -42,7 +43,7 @@ def reference(
     heads, len_q, len_kv = q.shape[1], q.shape[2], k.shape[2]
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     groups = heads // max(1, k.shape[1])
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         # Query head h uses kv head h // groups.
         k64, v64 = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
         dense = mask.to_dense(len_q, len_kv, q.device)

@@ -7,10 +7,8 @@ nothing upcast, plus one unit in the last place of the largest reference value; 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -54,8 +52,8 @@ class Target:
 
 
 def targets() -> Iterator[Target]:
-    """What this machine can run."""
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    """What this machine can run. Not float64: the reference's own rounding is as large as the error it would judge."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         yield Target("cpu", "cpu", dtype)
     yield Target("torch", "cpu", torch.float32)
     if torch.cuda.is_available():
@@ -65,20 +63,18 @@ def targets() -> Iterator[Target]:
             yield Target("sm90", "cuda", torch.float16)
 
 
-def run(stream: TextIO = sys.stdout) -> bool:
+def run() -> bool:
     """Prints a line for each backend, and one for each case that fails. Returns whether all passed."""
     passed = True
     for target in targets():
         faults = [f"    {case.name}: {fault}" for case in CASES if (fault := fault_of(target, case)) is not None]
         passed &= not faults
-        print(
-            f"{'FAILED' if faults else 'ok':<8}{target}: {len(CASES) - len(faults)} of {len(CASES)} cases", file=stream
-        )
+        print(f"{'FAILED' if faults else 'ok':<8}{target}: {len(CASES) - len(faults)} of {len(CASES)} cases")
         for fault in faults:
-            print(fault, file=stream)
+            print(fault)
     reason = machine_reason(None)
     if reason is not None:
-        print(f"skipped sm90: {reason}", file=stream)
+        print(f"skipped sm90: {reason}")
     return passed
 
 

@@ -3,8 +3,8 @@
     s = scale q k^T, capped and biased;  m = max s,  p = exp(s - m),  l = sum p,  over the allowed keys of each row
     o = p v / l,  lse = m + log l
 
-Blocks of query rows are taken one after another, forward and backward, so that memory is O(S * block). The backward pass
-recomputes p = exp(s - lse) and follows Dao et al., FlashAttention-2 (2023), section 3.1.2.
+Blocks of query rows are taken one after another, forward and backward, so that memory is O(S * block). The backward
+pass recomputes p = exp(s - lse) and follows Dao et al., FlashAttention-2 (2023), section 3.1.2.
 
 It runs where no native backend can: other GPUs, and options that the kernels lack.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def attention(
     begin, end = mask._rows(len_q, len_kv, q.device)
     position = mask._positions(len_q, len_kv, q.device)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return _Attention.apply(q, k, v, sinks, alibi_slopes, begin, end, position, scale, float(softcap))
 
 
@@ -84,7 +85,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, slopes, begin, end, position, out, lse = ctx.saved_tensors
         rules = _Rules(ctx.scale, ctx.softcap, begin, end, position)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             grads = _backward(q, k, v, sinks, slopes, rules, out, lse, d_out, d_lse)
         return (*grads, None, None, None, None, None)
 
@@ -199,6 +200,13 @@ def _sum_gradient(weight: Tensor, allowed: Tensor, x: Tensor) -> Tensor:
     finite = x.isfinite()
     poisoned = allowed.to(weight.dtype).expand(weight.shape) @ (~finite).to(weight.dtype) > 0.0
     return torch.where(poisoned, math.nan, weight @ torch.where(finite, x, 0.0))
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """No casts inside; devices that autocast does not know have none anyway."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _known_finite(x: Tensor) -> bool:

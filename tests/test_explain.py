@@ -1,0 +1,242 @@
+"""explain() tells the truth: counts against brute force, the backend against what runs, the kernel against the build."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flashmsa
+from flashmsa import _C, Causal, Dense, Document, Mask, explain
+
+needs_kernels = pytest.mark.skipif(not _C.kernels(), reason="this build has no sm_90a kernels")
+
+
+def make(
+    batch: int = 2, heads: tuple[int, int] = (4, 2), len_q: int = 100, len_kv: int = 130, dim: int = 64, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dim_v = kwargs.pop("dim_v", dim)
+    return (
+        torch.randn(batch, heads[0], len_q, dim, **kwargs),
+        torch.randn(batch, heads[1], len_kv, dim, **kwargs),
+        torch.randn(batch, heads[1], len_kv, dim_v, **kwargs),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counts
+
+
+def brute_force(allowed: torch.Tensor, tile: tuple[int, int]) -> tuple[int, int, int]:
+    """(all allowed, some, none) tiles of one (len_q, len_kv) mask; a tile that the keys do not fill is never whole."""
+    len_q, len_kv = allowed.shape
+    counts = [0, 0, 0]
+    for row in range(0, len_q, tile[0]):
+        for key in range(0, len_kv, tile[1]):
+            part = allowed[row : row + tile[0], key : key + tile[1]]
+            counts[0 if part.all() and part.shape[1] == tile[1] else 1 if part.any() else 2] += 1
+    return tuple(counts)
+
+
+def layers(mask: Mask, batch: int, len_q: int, len_kv: int) -> list[torch.Tensor]:
+    return list(mask.to_dense(len_q, len_kv).expand(batch, 1, len_q, len_kv)[:, 0])
+
+
+SELF_MASKS = [
+    Dense(),
+    Causal(),
+    Causal(align="top-left"),
+    Document([0, 3, 3, 100, 180]),
+    Document([0, 3, 3, 100, 180], causal=True),
+    Document(torch.tensor([[0, 64, 128], [0, 1, 200]], dtype=torch.int32), causal=True),
+]
+
+
+@pytest.mark.parametrize("mask", SELF_MASKS, ids=repr)
+@pytest.mark.parametrize(("len_q", "len_kv"), [(200, 200), (129, 320), (320, 70), (64, 64), (0, 9), (9, 0)])
+def test_counts(mask: Mask, len_q: int, len_kv: int) -> None:
+    q, k, v = make(2, (4, 2), len_q, len_kv, 64, dim_v=40)
+    got = explain(q, k, v, mask)
+    assert got.backend == "cpu" and got.tile is not None
+    per_batch = [brute_force(x, got.tile) for x in layers(mask, 2, len_q, len_kv)]
+    whole, some, none = (4 * sum(x) for x in zip(*per_batch, strict=True))
+    assert got.full == whole
+    assert got.full + got.partial + got.skipped == whole + some + none
+    # What documents do for len_q = len_kv holds in general only as a bound: see test_counts_of_any_documents.
+    if not isinstance(mask, Document) or len_q == len_kv:
+        assert (got.partial, got.skipped) == (some, none)
+    pairs = 4 * sum(int(x.sum()) for x in layers(mask, 2, len_q, len_kv))
+    assert got.pairs == pairs and got.flops == pairs * 2 * (64 + 40)
+    area = (got.full + got.partial) * got.tile[0] * got.tile[1]
+    assert got.efficiency == (pairs / area if area else None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), max_size=5), st.booleans(), st.integers(0, 70))
+def test_counts_of_any_documents(lengths: list[tuple[int, int]], causal: bool, tail: int) -> None:
+    """A block of rows visits one run of tiles, so it may pass tiles that no row of it may see; never fewer."""
+    cuts = [[sum(x[side] for x in lengths[:d]) for d in range(len(lengths) + 1)] for side in (0, 1)]
+    mask = Document(cuts[0], cuts[1], causal=causal)
+    q, k, v = make(1, (1, 1), cuts[0][-1] + tail, cuts[1][-1] + tail, 8)
+    got = explain(q, k, v, mask)
+    allowed = mask.to_dense(q.shape[2], k.shape[2])
+    whole, some, none = brute_force(allowed, got.tile)
+    assert got.full == whole and got.partial >= some
+    assert got.full + got.partial + got.skipped == whole + some + none
+    assert got.pairs == int(allowed.sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The backend it names is the one that runs
+
+
+def runs_natively(call) -> bool:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return any(event.key == "flashmsa::attention" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 2.0}, {"alibi_slopes": torch.ones(4)}, {"backend": "torch"}], ids=str
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_named_backend_runs(dtype: torch.dtype, options: dict, device: str) -> None:
+    q, k, v = (x.to(device, dtype) for x in make())
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    got = explain(q, k, v, Causal(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        native = runs_natively(lambda: flashmsa.attention(q, k, v, Causal(), **options))
+    assert got.runs and native == (got.backend != "torch")
+    assert set(got.rejected) == {"sm90", "cpu", "torch"} - {got.backend}
+    assert all(got.rejected.values())
+
+
+def test_reasons() -> None:
+    q, k, v = make()
+    assert "q is on cpu" in explain(q, k, v).rejected["sm90"]
+    capped = explain(q, k, v, softcap=2.0)
+    assert capped.backend == "torch" and "softcap" in capped.rejected["cpu"]
+    assert "by name" in explain(q, k, v, backend="torch").reason
+
+
+def test_a_backend_that_cannot_run_is_described_all_the_same() -> None:
+    q, k, v = make(dtype=torch.bfloat16)
+    got = explain(q, k, v, backend="sm90", softcap=2.0)
+    assert got.backend == "sm90" and not got.runs and "q is on cpu" in got.reason
+    assert any("softcap" in note for note in got.notes)
+    assert "sm90 cannot run: q is on cpu" in str(got)
+    with pytest.raises(ValueError, match="backend: 'sm90' cannot run this call: q is on cpu"):
+        flashmsa.attention(q, k, v, backend="sm90", softcap=2.0)
+
+
+def test_the_note_on_gradients() -> None:
+    q, k, v = make()
+    k.requires_grad_()
+    assert any(note.startswith("k requires grad") for note in explain(q, k, v).notes)
+    with pytest.raises(NotImplementedError, match="k: requires grad"):
+        flashmsa.attention(q, k, v)
+    with torch.no_grad():
+        assert not explain(q, k, v).notes
+    assert not explain(q, k, v, backend="torch").notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernel facts
+
+
+def test_the_cpu_tile_is_the_one_compiled() -> None:
+    header = Path(__file__).parent.parent / "csrc" / "cpu" / "block.h"
+    if not header.exists():
+        pytest.skip("needs the source checkout")
+    text = header.read_text()
+    q, k, v = make()
+    compiled = tuple(int(re.search(rf"{name} = (\d+);", text)[1]) for name in ("kBlockQ", "kBlockKv"))
+    assert explain(q, k, v).tile == compiled
+
+
+def test_the_torch_tile_is_the_block_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmsa import torch_backend
+
+    q, k, v = make(len_q=700)
+    blocks = []
+    logits = torch_backend._logits
+    monkeypatch.setattr(torch_backend, "_logits", lambda *a: blocks.append(a[0].shape[3]) or logits(*a))
+    flashmsa.attention(q, k, v, backend="torch")
+    got = explain(q, k, v, backend="torch")
+    assert got.tile == (max(blocks), 130) and got.full is None and got.pairs == 2 * 4 * 700 * 130
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", [None, Causal(), Document([0, 50, 100])], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "dim_v"), [(8, 8), (64, 64), (72, 64), (192, 128), (64, 256)])
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_kernel_a_hopper_gpu_would_run(mask: Mask | None, dtype: torch.dtype, dim: int, dim_v: int, device) -> None:
+    q, k, v = (x.to(device, dtype) for x in make(dim=dim, dim_v=dim_v))
+    mask = None if mask is None else mask.to(device)
+    got = explain(q, k, v, mask, backend="sm90")
+    kernel = next(x for x in _C.kernels() if x["name"] == got.kernel)
+    assert kernel["dtype"] == str(dtype).removeprefix("torch.")
+    assert kernel["mask"] == ("dense" if mask is None else type(mask).__name__.lower())
+    assert kernel["head_dim_bucket"] == got.head_dim_bucket >= max(dim, dim_v)
+    assert got.tile == (kernel["block_q"], kernel["block_kv"])
+    assert (got.stages, got.threads, got.shared_memory) == (
+        kernel["stages"],
+        kernel["threads"],
+        kernel["shared_memory"],
+    )
+    assert got.registers == (kernel["registers_producer"], kernel["registers_consumer"])
+    assert got.runs == (device == "cuda")
+    if device == "meta" and isinstance(mask, Document):
+        assert got.full is None and any("meta" in note for note in got.notes)
+    else:
+        assert got.full + got.partial > 0
+    for text in (got.kernel, f"{got.tile[0]} rows x {got.tile[1]} keys", f"{got.stages} stages"):
+        assert text in " ".join(str(got).split())
+
+
+@pytest.mark.skipif(bool(_C.kernels()), reason="this build has sm_90a kernels")
+def test_a_build_without_kernels_says_so() -> None:
+    q, k, v = make(dtype=torch.bfloat16)
+    got = explain(q, k, v, backend="sm90")
+    assert got.kernel is None and got.tile is None and any("built without kernels" in note for note in got.notes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text, errors
+
+
+def test_text() -> None:
+    q, k, v = make(1, (2, 1), 128, 128, 64)
+    lines = str(explain(q, k, v, Causal())).splitlines()
+    assert (
+        lines[0] == "call        q (1, 2, 128, 64), k (1, 1, 128, 64), v (1, 1, 128, 64), float32 on cpu, mask Causal()"
+    )
+    text = " ".join("\n".join(lines).split())
+    assert "backend cpu: q is on the CPU" in text
+    assert "tiles 2 full, 4 partial, 2 skipped; 67.2% of the visited area is allowed" in text
+    assert "work 4.227 MFLOP useful, 16,512 allowed pairs" in text
+    assert all(len(line) <= 116 for line in lines)
+
+
+def test_errors_are_those_of_attention() -> None:
+    q, k, v = make()
+    for bad, error in (
+        ({"mask": torch.ones(3)}, TypeError),
+        ({"backend": "cuda"}, ValueError),
+        ({"dropout_p": 0.5}, NotImplementedError),
+        ({"config": object()}, NotImplementedError),
+        ({"scale": float("nan")}, ValueError),
+    ):
+        with pytest.raises(error):
+            explain(q, k, v, **bad)
+        with pytest.raises(error):
+            flashmsa.attention(q, k, v, **bad)
+    with pytest.raises(ValueError, match="k: head_dim 56 does not match q's 64"):
+        explain(q, k[..., :56], v)

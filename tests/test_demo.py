@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from flashmsa.demo import app, corpus, main, weights
 from flashmsa.demo.batches import Alone, Packed, Padded, padded_batches
 from flashmsa.demo.encoder import Encoder
-from flashmsa.demo.ways import error, error_limit, float64_embeddings
+from flashmsa.demo.ways import Plan, Way, error, error_limit, float64_embeddings, measure, prepare
 
 try:
     FOLDER, MISSING = weights.model_directory(), ""
@@ -28,12 +29,12 @@ DEVICES = [
 
 @pytest.fixture(scope="module")
 def entries() -> list[corpus.Entry]:
-    return corpus.gather(48)
+    return corpus.gather(24)
 
 
 @pytest.fixture(scope="module")
 def ids(entries: list[corpus.Entry]) -> list[list[int]]:
-    """Token ids of 48 docstrings."""
+    """Token ids of 24 docstrings."""
     return weights.Tokenizer(FOLDER)([entry.text for entry in entries])
 
 
@@ -200,12 +201,42 @@ def test_small_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--texts", "16", "--device", "cpu", "--pack", "9", "--batch", "5", "--query", "absolute value"]) == 0
     out = capsys.readouterr().out
     assert "16 docstrings" in out
-    assert "cpu" in out
+    assert re.search(r"^backend +cpu: ", out, re.MULTILINE)
     assert "packed   9 texts to a sequence" in out
     assert "Packing changes nothing beyond rounding." in out
     hits = out.split("? absolute value\n")[1].splitlines()
     assert "builtins.abs" in hits[0]
     assert "padded after sorting, SDPA (5)" in out
+
+
+@needs_weights
+@pytest.mark.gpu
+def test_small_run_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without options the demo finds the Hopper GPU, and takes bf16 and its kernel."""
+    assert main(["--texts", "64", "--rounds", "2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^backend +sm90: ", out, re.MULTILINE)
+    assert "bfloat16 on cuda" in out
+    assert "packed   64 texts to a sequence" in out
+    assert "Packing changes nothing beyond rounding." in out
+
+
+@needs_weights
+def test_each_way_has_its_passes(encoder: Encoder, ids: list[list[int]]) -> None:
+    plan = Plan(torch.device("cpu"), torch.float32, texts=3, pack=2, batch=2, rounds=2)
+    ways = prepare(plan, encoder, ids[:3])
+    passes = dict.fromkeys((way.name for way in ways), 0)
+    for way in ways:
+
+        def counted(way: Way = way, encode=way.encode) -> torch.Tensor:
+            passes[way.name] += 1
+            return encode()
+
+        way.encode = counted
+    measure(ways, plan)
+    assert [passes[way.name] for way in ways] == [2, 2, 2, 1]
+    assert all(way.seconds > 0 and way.embeddings.shape == (3, 384) for way in ways)
+    assert ways.packed.computed == ways.alone.computed == sum(map(len, ids[:3])) <= ways.sorted.computed
 
 
 @needs_weights
@@ -238,7 +269,7 @@ def test_incomplete_package_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_
     importlib.invalidate_caches()
     for name in (weights.PACKAGE, "tokenizers", "safetensors"):
         monkeypatch.delitem(app.sys.modules, name, raising=False)
-    with pytest.raises(weights.MissingPackage, match="lacks tokenizer.json, model.safetensors"):
+    with pytest.raises(weights.MissingPackage, match=r"lacks tokenizer\.json, model\.safetensors"):
         weights.model_directory()
 
 

@@ -57,12 +57,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flashmsa demo", description=__doc__)
-    parser.add_argument("--texts", type=_positive, metavar="N", help="docstrings to encode (CPU: 400, GPU: all)")
+    parser.add_argument("--texts", type=_positive, metavar="N", help="docstrings to encode (CPU: 300, GPU: all)")
     parser.add_argument("--device", help="a torch device (default: a Hopper GPU where kernels are built, else cpu)")
     parser.add_argument("--dtype", choices=DTYPES, help="CPU: float32, GPU: bfloat16")
-    parser.add_argument("--pack", type=_positive, metavar="N", help="texts per packed sequence (CPU: 200, GPU: all)")
+    parser.add_argument("--pack", type=_positive, metavar="N", help="texts per packed sequence (default: all in one)")
     parser.add_argument("--batch", type=_positive, metavar="N", help="texts per padded batch (CPU: 32, GPU: 256)")
-    parser.add_argument("--rounds", type=_positive, metavar="N", help="timed passes of each way (CPU: 1, GPU: 5)")
+    parser.add_argument("--rounds", type=_positive, metavar="N", help="timed passes (CPU: 1, GPU: 5)")
     parser.add_argument("--query", action="append", metavar="TEXT", help="search for TEXT; may be given repeatedly")
     return parser.parse_args(argv)
 
@@ -85,8 +85,8 @@ def _plan(options: argparse.Namespace) -> Plan:
     return Plan(
         device=device,
         dtype=DTYPES[options.dtype or ("bfloat16" if gpu else "float32")],
-        texts=options.texts or (None if gpu else 400),
-        pack=options.pack or (None if gpu else 200),
+        texts=options.texts or (None if gpu else 300),
+        pack=options.pack,
         batch=options.batch or (256 if gpu else 32),
         rounds=options.rounds or (5 if gpu else 1),
     )

@@ -31,8 +31,9 @@ class Layer(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         attended = batch.attend(q, k, v).transpose(1, 2).flatten(2)
-        x = self.attention_norm(x + self.attention_out(attended))
-        return self.mlp_norm(x + self.mlp_out(F.gelu(self.mlp_in(x))))
+        # The residual is added in place: on the CPU, fresh memory for thousands of tokens costs as much as the sum.
+        x = self.attention_norm(self.attention_out(attended).add_(x))
+        return self.mlp_norm(self.mlp_out(F.gelu(self.mlp_in(x))).add_(x))
 
 
 class Encoder(nn.Module):

@@ -75,7 +75,7 @@ def print_speed(ways: Ways, plan: Plan, ids: TokenIds) -> None:
     print(f"\n{f'{tokens} tokens, {passes}':<34}{'padding':>10}{'seconds':>12}{'tokens/s':>12}{'relative':>10}")
     for way in ways:
         padding, relative = 1 - tokens / way.computed, ways.packed.seconds / way.seconds
-        name = f"{way.name} ({plan.batch})" if way.computed > tokens else way.name
+        name = f"{way.name} ({plan.batch})" if way in (ways.sorted, ways.padded) else way.name
         print(f"  {name:<32}{padding:>10.0%}{way.seconds:>12.3f}{tokens / way.seconds:>12.0f}{relative:>10.2f}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,10 +24,10 @@ class Plan:
     texts: int | None  # None: all of them
     pack: int | None  # texts per packed sequence, None: all in one
     batch: int  # texts per padded batch
-    rounds: int  # timed passes of each way
+    rounds: int  # timed passes of each way but the last
 
 
-@dataclass
+@dataclass(eq=False)
 class Way:
     """One way of encoding all texts, and what came of it."""
 
@@ -47,7 +47,7 @@ class Ways:
     padded: Way
     alone: Way
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Way]:
         return iter((self.packed, self.sorted, self.padded, self.alone))
 
 
@@ -71,7 +71,10 @@ def prepare(plan: Plan, encoder: Encoder, ids: TokenIds) -> Ways:
 
 
 def measure(ways: Ways, plan: Plan) -> None:
-    """Fill in embeddings and the median seconds. The ways take turns, so that a slow moment hits them alike."""
+    """Fill in embeddings and the median seconds. The ways take turns, so that a slow moment hits them alike.
+
+    One at a time has a single pass: on a GPU it takes longer than all the others together, and waits on the host.
+    """
 
     def wait() -> None:
         if plan.device.type == "cuda":
@@ -80,15 +83,17 @@ def measure(ways: Ways, plan: Plan) -> None:
     # A GPU's first pass loads kernels and grows the allocator. On the CPU a warm-up would cost as much as it measures.
     warm_up = 0 if plan.device.type == "cpu" else 1
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    for _ in range(warm_up + plan.rounds):
+    for turn in range(warm_up + plan.rounds):
         for way in ways:
+            if way is ways.alone and turn != warm_up:
+                continue
             wait()
             start = time.perf_counter()
             way.embeddings = way.encode()
             wait()
             seconds[way.name].append(time.perf_counter() - start)
     for way in ways:
-        way.seconds = statistics.median(seconds[way.name][warm_up:])
+        way.seconds = statistics.median(seconds[way.name][-plan.rounds :])
 
 
 def float64_embeddings(encoder: Encoder, texts: TokenIds) -> Tensor:

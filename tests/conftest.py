@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 # A fixed run of examples keeps one tree's result the same everywhere; HYPOTHESIS_PROFILE=explore looks for new ones.
 _COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("fixed", derandomize=True, max_examples=25, **_COMMON)
+settings.register_profile("fixed", derandomize=True, max_examples=60, **_COMMON)
 settings.register_profile("explore", max_examples=300, print_blob=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
@@ -41,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tensors here are small: on a busy machine threads wait for each other longer than they work.
+
+    test_number_of_threads runs the CPU backend with several.
+    """
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -82,12 +82,20 @@ def test_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
     run_and_check(target, q, k, v, mask_for(family, 2, *lengths))
 
 
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("target", targets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
 @pytest.mark.parametrize("lengths", [(1000, 1000), (1000, 257), (193, 1000)], ids="{0[0]}x{0[1]}".format)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_longer_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
     q, k, v = make_qkv(target, 2, 1, *lengths, 40)
     run_and_check(target, q, k, v, mask_for(family, 2, *lengths, documents=9))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_of_the_torch_backend(family: str) -> None:
+    target = Target("torch", "cpu", torch.float64)
+    for lengths in ((1, 1), (65, 40), (40, 129), (150, 150)):
+        q, k, v = make_qkv(target, 2, (2, 1), *lengths, 24, 16)
+        run_and_check(target, q, k, v, mask_for(family, 2, *lengths))
 
 
 @pytest.mark.parametrize("target", targets())
@@ -366,6 +374,17 @@ def test_out_between_neighbours(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", ONE_EACH)
+def test_out_may_stand_beside_q(target: Target) -> None:
+    """q and out interleaved in one tensor share no element."""
+    q, k, v = make_qkv(target, 2, 2, 70, 70, 64)
+    both = torch.stack([q, torch.full_like(q, math.nan)], dim=3)  # (B, H, S, 2, D)
+    left, right = both.unbind(3)
+    flashmsa.attention(left, k, v, backend=target.backend, out=right)
+    check(right, None, q, k, v)
+    assert torch.equal(left, q)
+
+
+@pytest.mark.parametrize("target", ONE_EACH)
 def test_what_is_returned(target: Target) -> None:
     q, k, v = make_qkv(target, 2, 4, 10, 20, 16, 24)
     only = flashmsa.attention(q, k, v, backend=target.backend)
@@ -425,12 +444,17 @@ def test_gap_on_the_gpu_falls_back(dtype: torch.dtype) -> None:
     assert all("torch" in str(w.message) for w in caught)
 
 
-@pytest.mark.parametrize("target", targets(native=False))
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(Target("torch", "cpu", torch.float32), id="fp32"),
+        pytest.param(Target("torch", "cpu", torch.float64), id="fp64"),
+        pytest.param(Target("torch", "cuda", torch.float32), id="fp32@cuda", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("family", ["dense", "causal", "document-cross-causal", "document-short"])
 def test_torch_backend_has_gradients(target: Target, family: str) -> None:
     """Gradients equal those of the composed operators in float64; rows that see nothing give exactly 0."""
-    if target.dtype != torch.float64:
-        target = Target(target.backend, target.device, torch.float32)
     q, k, v = (x.requires_grad_() for x in make_qkv(target, 2, (4, 2), 30, 20, 16))
     mask = mask_for(family, 2, 30, 20)
     out = flashmsa.attention(q, k, v, mask=mask.build(q.device), backend="torch")
@@ -446,6 +470,31 @@ def test_torch_backend_has_gradients(target: Target, family: str) -> None:
     for name, got, expected in zip("qkv", found, wanted, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"d{n}: {m}")
     assert not found[0][~alive.expand(2, 4, 30, 1).expand_as(found[0])].count_nonzero()
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("option", ["softcap", "sinks", "alibi_slopes", "all"])
+@pytest.mark.parametrize("family", ["dense", "causal", "document-cross"])
+def test_options_of_the_torch_backend(backend: str | None, option: str, family: str) -> None:
+    """softcap, sinks and alibi_slopes, which have no kernel yet, from their definitions; None falls back to them."""
+    q, k, v = make_qkv(Target(backend, "cpu", torch.float32), 2, (4, 2), 30, 50, 16)
+    options = {"softcap": 1.5, "sinks": torch.randn(4), "alibi_slopes": torch.rand(4)}
+    options = {n: value for n, value in options.items() if option in (n, "all")}
+    mask = mask_for(family, 2, 30, 50)
+    out, lse = flashmsa.attention(q, k, v, mask=mask.build(), backend=backend, return_lse=True, **options)
+    s = q.double() @ k[:, [0, 0, 1, 1]].double().mT / 4
+    if "softcap" in options:
+        s = 1.5 * torch.tanh(s / 1.5)
+    if "alibi_slopes" in options:
+        p = torch.arange(30)[:, None] + 20
+        s = s - options["alibi_slopes"].double()[:, None, None] * (p - torch.arange(50)).abs()
+    s = s.masked_fill(~mask.allowed(30, 50)[:, None], -math.inf)
+    if "sinks" in options:
+        s = torch.cat([s, options["sinks"].double()[:, None, None].expand(2, 4, 30, 1)], -1)
+    expected_lse = s.logsumexp(-1)
+    p = (s - expected_lse[..., None]).exp()[..., :50].nan_to_num(0.0)
+    torch.testing.assert_close(out.double(), p @ v[:, [0, 0, 1, 1]].double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("target", ONE_EACH)
@@ -477,7 +526,7 @@ def test_inference_tensors(target: Target) -> None:
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kinds", [("f", "f", "f"), ("f", "h", "h"), ("h", "f", "h"), ("h", "h", "h"), ("o", "o", "o")])
 def test_autocast_casts_as_sdpa_does(target: Target, cast: torch.dtype, kinds: tuple[str, str, str]) -> None:
-    """f: fp32, h: the autocast dtype, o: the other half type. The result's dtype is SDPA's; its bits, those of the cast call."""
+    """f: fp32, h: the autocast dtype, o: the other half type. The dtype is SDPA's, the bits those of the cast call."""
     other = torch.float16 if cast == torch.bfloat16 else torch.bfloat16
     dtypes = {"f": torch.float32, "h": cast, "o": other}
     full = make_qkv(Target(target.backend, target.device, torch.float32), 1, 2, 40, 50, 64)
@@ -767,6 +816,24 @@ def test_threads(target: Target) -> None:
                 if target.device == "cuda":
                     torch.cuda.synchronize()
                 assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_number_of_threads(dtype: torch.dtype, family: str) -> None:
+    """The CPU backend gives the same bits however many threads share the work."""
+    target = Target("cpu", "cpu", dtype)
+    q, k, v = make_qkv(target, 2, (6, 3), 130, 150, 40)
+    mask = mask_for(family, 2, 130, 150)
+    results = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        try:
+            results.append(run(target, q, k, v, mask))
+        finally:
+            torch.set_num_threads(1)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

@@ -1,4 +1,4 @@
-"""Cases with a known right answer, after public fault reports on attention libraries. The numbers are the cases' own."""
+"""Cases with a known right answer, after public fault reports on attention libraries; numbered as they are there."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_case_5_more_documents_than_tokens(target: Target, causal: bool) -> None
 def test_case_6_tail_past_the_offsets(target: Target, causal: bool, used: int) -> None:
     q, k, v = make_qkv(target, 2, (4, 2), used + 100, used + 100, 64)
     mask = document(0, used // 3, used // 3, used, causal=causal)
-    plain, plain_lse = run(target, *(x[:, :, :used].contiguous() for x in (q, k, v)), mask)
+    plain, plain_lse = run(target, q, k, v, mask)
     for x in (q, k, v):
         x[:, :, used:] = math.nan
     out, lse = run(target, q, k, v, mask)
@@ -133,7 +133,7 @@ def test_case_6_tail_past_the_offsets(target: Target, causal: bool, used: int) -
     assert lse[:, :, used:].isneginf().all()
     check(out[:, :, :used], lse[:, :, :used], *(x[:, :, :used] for x in (q, k, v)), mask)
     if target.native:
-        assert torch.equal(out[:, :, :used], plain) and torch.equal(lse[:, :, :used], plain_lse)
+        assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,7 +239,8 @@ def test_case_12_nan_in_a_key_or_value(target: Target, where: str, family: str) 
         hit[1, :2] = seen  # query heads 0 and 1 use kv head 0
         assert torch.equal(out.isnan().all(-1), hit) and torch.equal(out.isnan().any(-1), hit), f"key {j}"
         assert torch.equal(lse.isnan(), hit & (where != "v")), f"key {j}"
-        check(out, lse, q, k_, v_, mask, note=f"key {j}")
+        if j == 40:
+            check(out, lse, q, k_, v_, mask, note=f"key {j}")
         if target.native:
             assert torch.equal(out[~hit], clean[~hit]) and torch.equal(lse[~hit], clean_lse[~hit]), f"key {j}"
 
@@ -425,7 +426,7 @@ def test_case_29_side_stream_behind_a_slow_producer(family: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_case_30_graph_replayed_with_other_lengths(dim: int, causal: bool) -> None:
-    """Shorter, longer up to the whole tensor, nothing, and more or fewer filled documents: the offsets are read at replay."""
+    """Shorter, longer up to the whole tensor, nothing, more or fewer filled documents: replay reads the offsets."""
     target = Target("sm90", "cuda", torch.bfloat16)
     q, k, v = make_qkv(target, 1, (4, 2), 1000, 1000, dim)
     offsets = torch.tensor([0, 200, 300, 500], dtype=torch.int32, device="cuda")
@@ -495,7 +496,7 @@ def test_case_30_two_captures(family: str) -> None:
 def test_case_32_offsets_past_2_to_the_31(target: Target) -> None:
     """Batches and heads 2^31 elements apart, in memory that is reserved but hardly touched."""
     far = 2**31 + 64
-    base = torch.empty(far + 2**20, dtype=torch.bfloat16)
+    base, base_out = (torch.empty(far + 2**20, dtype=torch.bfloat16) for _ in range(2))
     target = Target(target.backend, "cpu", torch.bfloat16)
     small = make_qkv(target, 2, 2, 40, 40, 64)
     for strides in ((far, 40 * 64, 64, 1), (40 * 64, far, 64, 1)):
@@ -503,7 +504,7 @@ def test_case_32_offsets_past_2_to_the_31(target: Target) -> None:
         for n, x in enumerate(small):
             view = base.as_strided(x.shape, strides, storage_offset=n * 8192)
             views.append(view.copy_(x))
-        out = base.as_strided(small[0].shape, strides, storage_offset=4 * 8192).fill_(math.nan)
+        out = base_out.as_strided(small[0].shape, strides).fill_(math.nan)
         flashmsa.attention(*views, mask=flashmsa.Causal(), backend=target.backend, out=out)
         check(out, None, *small, CAUSAL)
 
@@ -511,9 +512,9 @@ def test_case_32_offsets_past_2_to_the_31(target: Target) -> None:
 def test_case_32_expanded_past_2_to_the_31() -> None:
     """More than 2^31 elements by expanded heads: the last head equals a sliced call."""
     target = Target("cpu", "cpu", torch.float32)
-    q, k, v = make_qkv(target, 1, 1, 1, 2**16 + 8, 8)
+    q, k, v = make_qkv(target, 1, 1, 1, 2**13 + 8, 64)
     heads = 2**12 + 1
-    q = torch.randn(1, heads, 1, 8)
+    q = torch.randn(1, heads, 1, 64)
     k, v = k.expand(1, heads, -1, -1), v.expand(1, heads, -1, -1)
     assert k.numel() > 2**31
     out, lse = run(target, q, k, v)
@@ -527,10 +528,8 @@ def test_case_36_grouped_heads_share_their_kv_head(target: Target) -> None:
     """6 query heads over 2: heads 0 .. 2 use kv head 0, heads 3 .. 5 kv head 1."""
     q, k, v = make_qkv(target, 2, (6, 2), 100, 120, 64)
     v[:, 0], v[:, 1] = 1.0, 2.0
-    out, _ = run(target, q, k, v)
-    eps = torch.finfo(target.dtype).eps
-    assert (out[:, :3].double() - 1).abs().max().item() <= 2 * eps
-    assert (out[:, 3:].double() - 2).abs().max().item() <= 4 * eps
+    out, _ = run_and_check(target, q, k, v)
+    assert torch.equal(out.round(), torch.tensor([1.0, 1, 1, 2, 2, 2]).to(out)[:, None, None].expand_as(out))
     # Another kv head changes the other half alone.
     k_ = k.clone()
     k_[:, 1] = k_[:, 1].roll(1, dims=1) * 2

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import ONE_EACH, Target, check, document, make_qkv, poisoned_out
+from helpers import NATIVE_ONE_EACH, ONE_EACH, Target, check, document, make_qkv, poisoned_out
 
 import flashmsa
 
@@ -52,7 +52,7 @@ class Call:
         for pattern in patterns:
             assert re.search(pattern, message), f"nothing like {pattern!r} in: {message}"
         if before is not None:
-            assert torch.equal(out, before), "out was written before the error"
+            assert torch.equal(out.nan_to_num(), before.nan_to_num()), "out was written before the error"
         return message
 
 
@@ -191,16 +191,17 @@ def test_scale_is_not_a_number(call: Call) -> None:
     call.changed(scale="0.1").raises(TypeError, r"\bscale\b")
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("option", ["softcap", "sinks", "alibi_slopes", "dropout_p"])
+@pytest.mark.parametrize("target", NATIVE_ONE_EACH)
+@pytest.mark.parametrize("option", ["softcap", "sinks", "alibi_slopes"])
 def test_a_gap_is_named(call: Call, option: str) -> None:
-    value = {
-        "softcap": 30.0,
-        "sinks": torch.zeros(4, device=call.q.device),
-        "alibi_slopes": torch.zeros(4, device=call.q.device),
-        "dropout_p": 0.1,
-    }[option]
+    heads = torch.zeros(4, device=call.q.device)
+    value = {"softcap": 30.0, "sinks": heads, "alibi_slopes": heads}[option]
     call.changed(**{option: value}).raises(NotImplementedError, rf"\b{option}\b")
+
+
+@EVERYWHERE
+def test_dropout_is_a_gap(call: Call) -> None:
+    call.changed(dropout_p=0.1).raises(NotImplementedError, r"\bdropout_p\b")
 
 
 @EVERYWHERE
@@ -269,7 +270,7 @@ def test_forward_mode_ad_raises(call: Call) -> None:
 def test_mask_of_another_type(call: Call) -> None:
     call.changed(mask="causal").raises(TypeError, r"\bmask\b", "str", "Causal")
     call.changed(mask=True).raises(TypeError, r"\bmask\b", "bool", "Causal")
-    call.changed(mask=flashmsa.Causal).raises(TypeError, r"\bmask\b", "Causal\\(")
+    call.changed(mask=flashmsa.Causal).raises(TypeError, r"\bmask\b", "type")
     dense = torch.ones(20, 30, dtype=torch.bool, device=call.q.device)
     call.changed(mask=dense).raises((TypeError, NotImplementedError), r"\bmask\b", "Tensor")
 
@@ -427,7 +428,7 @@ def test_bad_values_on_the_device_pass_until_checked(cuts: tuple[int, ...]) -> N
 @EVERYWHERE
 def test_backend_of_another_name(call: Call) -> None:
     call.changed(backend="cudnn").raises(ValueError, r"\bbackend\b", "cudnn", "sm90", "cpu", "torch")
-    call.changed(backend=3).raises(BAD, r"\bbackend\b", r"\b3\b")
+    call.changed(backend=3).raises(BAD, r"\bbackend\b", r"\b3\b|int")
 
 
 def test_sm90_on_cpu_tensors() -> None:

@@ -374,7 +374,7 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 def workspace_limit(batch: int, heads: int, length: int, documents: int) -> int:
-    """O(tiles + documents): 64 bytes for each, tiles being the smallest that a kernel may use, and allocator rounding."""
+    """O(tiles + documents): 64 bytes for each, the tiles as small as a kernel may use, and the allocator's rounding."""
     return 64 * (batch * heads * math.ceil(length / 64) + batch * documents) + 16 * 1024
 
 

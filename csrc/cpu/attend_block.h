@@ -37,10 +37,13 @@ inline constexpr int32_t kLanes = FLASHMSA_CPU_VECTOR / static_cast<int32_t>(siz
 // Register blocks. Logits: 2 vectors of rows x kKeysAtOnce keys; values: kRowsAtOnce rows x kColumnVectors vectors.
 // Either way at least 8 sums, to cover the latency of two fused multiply-adds per cycle, in 16 or 32 registers.
 inline constexpr int32_t kKeysAtOnce = FLASHMSA_CPU_VECTOR == 64 ? 8 : 4;
-inline constexpr int32_t kColumnsAtOnce = 64;
 inline constexpr int32_t kRowsAtOnce = 4;
 inline constexpr int32_t kColumnVectors = FLASHMSA_CPU_VECTOR == 64 ? 4 : 2;
 static_assert(kKeysAtOnce <= kSlack && FLASHMSA_CPU_VECTOR <= kLine);
+
+// Every sum (over columns for a logit, over keys for the weights and the values) is made of short sums of this many
+// terms. One long chain rounds more than the blocked sums of matrix libraries do, more than twice on short rows.
+inline constexpr int32_t kTermsAtOnce = 16;
 
 template <class Acc>
 inline constexpr Acc kMinusInfinity = -std::numeric_limits<Acc>::infinity();
@@ -100,15 +103,14 @@ FLASHMSA_CPU_TARGET inline void load_rows(Rows<const T> from, int64_t first, int
 }
 
 // s[key][row] = scale * k.q for kVectors vectors of rows and the keys [begin, end), rounded up to kKeysAtOnce.
-// NOTE: summed kColumnsAtOnce columns at a time; one chain over 256 columns rounds visibly more.
 template <int32_t kVectors, class Acc>
 FLASHMSA_CPU_TARGET inline void logits(const Acc* q, const Acc* k, Acc* s, int32_t head_dim, Acc scale, int32_t begin,
                                        int32_t end) {
   for (int32_t key = begin; key < end; key += kKeysAtOnce) {
     const Acc* keys = k + key * head_dim;
-    for (int32_t first = 0; first < head_dim; first += kColumnsAtOnce) {
+    for (int32_t first = 0; first < head_dim; first += kTermsAtOnce) {
       Vector<Acc> sum[kKeysAtOnce][kVectors] = {};
-      for (int32_t c = first; c < min_of(first + kColumnsAtOnce, head_dim); ++c) {
+      for (int32_t c = first; c < min_of(first + kTermsAtOnce, head_dim); ++c) {
         Vector<Acc> column[kVectors];
 #pragma GCC unroll 8
         for (int32_t x = 0; x < kVectors; ++x) column[x] = at(q + c * kBlockQ + x * kLanes<Acc>);
@@ -156,11 +158,15 @@ FLASHMSA_CPU_TARGET inline void softmax(Acc* s, mask::Interval keys, Acc* top, A
   Vector<Acc> factor = at(top) - shift;
   exp_nonpositive(factor);
   Vector<Acc> total = {};
-  for (int32_t key = keys.begin; key < keys.end; ++key) {
-    Vector<Acc> weight = at(s + key * kBlockQ) - shift;
-    exp_nonpositive(weight);
-    at(s + key * kBlockQ) = weight;
-    total += weight;
+  for (int32_t first = keys.begin; first < keys.end; first += kTermsAtOnce) {
+    Vector<Acc> part = {};
+    for (int32_t key = first; key < min_of(first + kTermsAtOnce, keys.end); ++key) {
+      Vector<Acc> weight = at(s + key * kBlockQ) - shift;
+      exp_nonpositive(weight);
+      at(s + key * kBlockQ) = weight;
+      part += weight;
+    }
+    total += part;
   }
   at(top) = highest;
   at(sum) = at(sum) * factor + total;
@@ -176,24 +182,25 @@ FLASHMSA_CPU_TARGET inline void rescale(Acc* o, const Acc* decay, int32_t rows, 
 }
 
 // o[row][c] += sum over keys of p[key][row] * v[key][c], for kRows rows and kVectors vectors of columns.
-// NOTE: the tile is summed by itself first: a sum of short sums rounds less than one long chain (as in softmax()).
 template <int32_t kRows, int32_t kVectors, class Acc>
 FLASHMSA_CPU_TARGET inline void add_values(Acc* o, const Acc* p, const Acc* v, int32_t stride, mask::Interval keys) {
-  Vector<Acc> sum[kRows][kVectors] = {};
-  for (int32_t key = keys.begin; key < keys.end; ++key) {
-    Vector<Acc> value[kVectors];
+  for (int32_t first = keys.begin; first < keys.end; first += kTermsAtOnce) {
+    Vector<Acc> sum[kRows][kVectors] = {};
+    for (int32_t key = first; key < min_of(first + kTermsAtOnce, keys.end); ++key) {
+      Vector<Acc> value[kVectors];
 #pragma GCC unroll 8
-    for (int32_t x = 0; x < kVectors; ++x) value[x] = at(v + key * stride + x * kLanes<Acc>);
+      for (int32_t x = 0; x < kVectors; ++x) value[x] = at(v + key * stride + x * kLanes<Acc>);
+#pragma GCC unroll 8
+      for (int32_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int32_t x = 0; x < kVectors; ++x) sum[r][x] += value[x] * p[key * kBlockQ + r];
+      }
+    }
 #pragma GCC unroll 8
     for (int32_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-      for (int32_t x = 0; x < kVectors; ++x) sum[r][x] += value[x] * p[key * kBlockQ + r];
+      for (int32_t x = 0; x < kVectors; ++x) at(o + r * stride + x * kLanes<Acc>) += sum[r][x];
     }
-  }
-#pragma GCC unroll 8
-  for (int32_t r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int32_t x = 0; x < kVectors; ++x) at(o + r * stride + x * kLanes<Acc>) += sum[r][x];
   }
 }
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .masks import Dense, Mask
 
@@ -81,13 +80,28 @@ class _Attention(torch.autograd.Function):
         return result, lse.float()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, slopes, begin, end, position, out, lse = ctx.saved_tensors
         rules = _Rules(ctx.scale, ctx.softcap, begin, end, position)
-        with without_autocast(q.device.type):
+        with torch.no_grad(), without_autocast(q.device.type):
             grads = _backward(q, k, v, sinks, slopes, rules, out, lse, d_out, d_lse)
+        if torch.is_grad_enabled():
+            # NOTE: autograd's once_differentiable looks at d_out alone, and would take these for constants of q, k, v.
+            sources = tuple(x for x in (q, k, v, sinks, slopes, d_out, d_lse) if x is not None)
+            grads = tuple(None if x is None else _OnceDifferentiable.apply(x, *sources) for x in grads)
         return (*grads, None, None, None, None, None)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """A gradient as it is, that depends on its sources in a way which cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, d_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("flashmsa.attention: second derivatives are not supported")
 
 
 def _forward(

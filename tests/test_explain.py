@@ -1,4 +1,4 @@
-"""explain() tells the truth: counts against brute force, the backend against what runs, the kernel against the build."""
+"""explain() tells the truth: counts against brute force, the backend against what runs, facts against the build."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .masks import Mask
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 _FP32_MAX = torch.finfo(torch.float32).max
-# Options that no backend has yet. Named so that nobody takes a silent default for a result.
+# A gap of ours, not a mistake of the caller's.
 _FP8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
 
 
@@ -33,9 +33,10 @@ def check_mask(mask: Any) -> None:
 
 
 def check_gaps(q: Tensor, dropout_p: float, config: Any) -> None:
-    """Raises NotImplementedError for what no backend can do yet."""
+    """Raises for what no backend can do: NotImplementedError for gaps, TypeError and ValueError otherwise."""
     if q.dtype in _FP8:
         raise NotImplementedError(f"q: dtype {q.dtype} is not supported yet; use torch.bfloat16")
+    _check_dtype("q", q)
     _check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: {dropout_p}; must lie in [0, 1)")
@@ -82,13 +83,17 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name}: shape {tuple(x.shape)}; must be (batch, heads, sequence, head_dim)")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: dtype {x.dtype}; must be float16, bfloat16, float32 or float64")
+        _check_dtype(name, x)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: dtype {x.dtype} does not match q's {q.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name}: on {x.device}, q on {q.device}; all on one device")
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: dtype {x.dtype} is not supported; must be float16, bfloat16, float32 or float64")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

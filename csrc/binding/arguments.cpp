@@ -1,6 +1,5 @@
 #include "binding/arguments.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -134,22 +133,6 @@ bool ranges_meet(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-void check_out_memory(const Arguments& args, const at::Tensor& out) {
-  TORCH_CHECK_VALUE(fits(out, args.q.is_cuda() ? Rows::kTma : Rows::kUnitStride), "out: strides ", out.strides(),
-                    " cannot be written in place; the last must be 1",
-                    args.q.is_cuda() ? ", the others and the data pointer multiples of 16 bytes" : "",
-                    "; torch.empty(shape) gives such a tensor");
-  TORCH_CHECK_VALUE(!may_overlap_itself(out), "out: strides ", out.strides(), " let elements of shape ", out.sizes(),
-                    " overlap; pass a tensor that owns each of its elements");
-  const auto apart_from = [&](const char* name, const at::Tensor& input) {
-    TORCH_CHECK_VALUE(!ranges_meet(out, input), "out: shares memory with ", name, "; pass a tensor of its own");
-  };
-  apart_from("q", args.q);
-  apart_from("k", args.k);
-  apart_from("v", args.v);
-  for (const at::Tensor& offsets : args.mask_tensors) apart_from("the mask's offsets", offsets);
-}
-
 }  // namespace
 
 std::string dtype_name(at::ScalarType dtype) { return "torch." + std::string(c10::getDtypeNames(dtype).first); }
@@ -236,7 +219,17 @@ void check_out(const Arguments& args, const at::Tensor& out) {
   const auto want = out_layout<Int>(args).sizes;
   TORCH_CHECK_VALUE(at::symint::sizes<Int>(out) == at::ArrayRef<Int>(want), "out: shape ", out.sym_sizes(),
                     " does not match the result's ", at::ArrayRef<Int>(want));
-  if constexpr (std::is_same_v<Int, int64_t>) check_out_memory(args, out);
+  if constexpr (std::is_same_v<Int, int64_t>) {
+    TORCH_CHECK_VALUE(!may_overlap_itself(out), "out: strides ", out.strides(), " let elements of shape ", out.sizes(),
+                      " overlap; pass a tensor that owns each of its elements");
+  }
+}
+
+bool takes_result_directly(const Arguments& args, const at::Tensor& out, Rows rows) {
+  if (!fits(out, rows)) return false;
+  if (ranges_meet(out, args.q) || ranges_meet(out, args.k) || ranges_meet(out, args.v)) return false;
+  return std::none_of(args.mask_tensors.begin(), args.mask_tensors.end(),
+                      [&](const at::Tensor& offsets) { return ranges_meet(out, offsets); });
 }
 
 bool fits(const at::Tensor& tensor, Rows rows) {

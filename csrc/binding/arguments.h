@@ -31,7 +31,7 @@ template <class Int>
 void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, const Int& batch,
                 at::Device device);
 
-// `out` must be able to take the result: shape, dtype, device; no overlap with itself or an input.
+// `out` must be able to take the result: shape, dtype, device, each element a place of its own.
 template <class Int>
 void check_out(const Arguments& args, const at::Tensor& out);
 
@@ -68,6 +68,10 @@ MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_
 // Whether `tensor` can be used where it lies, and `tensor` or a copy of which that is true.
 bool fits(const at::Tensor& tensor, Rows rows);
 at::Tensor readable(const at::Tensor& tensor, Rows rows);
+
+// Whether a backend may write to `out` while it reads: it fits, and its memory is clear of every input's. Elsewhere the
+// result is made beside it and copied.
+bool takes_result_directly(const Arguments& args, const at::Tensor& out, Rows rows);
 
 // Pointer and strides as a backend sees them.
 TensorRef tensor_ref(const at::Tensor& tensor);

@@ -65,14 +65,19 @@ void run(const Arguments& args, const Tensor& out, const Tensor& lse) {
 }
 
 template <class Backend>
+Tensor empty_out(const Arguments& args) {
+  const OutLayout<int64_t> layout = out_layout<int64_t>(args);
+  return Backend::empty(layout.sizes, layout.strides, args.q.scalar_type());
+}
+
+template <class Backend>
 Result attention_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
                     TensorList mask_tensors, Scale scale, bool return_lse) {
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
   check_arguments<int64_t>(args);
   Backend::check_device(q.device());
   const c10::OptionalDeviceGuard guard = Backend::make_current(q.device());
-  const OutLayout<int64_t> layout = out_layout<int64_t>(args);
-  Tensor out = Backend::empty(layout.sizes, layout.strides, q.scalar_type());
+  Tensor out = empty_out<Backend>(args);
   Tensor lse = empty_lse<Backend>(args, return_lse);
   run<Backend>(args, out, lse);
   return {std::move(out), std::move(lse)};
@@ -87,7 +92,13 @@ Tensor attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64
   Backend::check_device(q.device());
   const c10::OptionalDeviceGuard guard = Backend::make_current(q.device());
   Tensor lse = empty_lse<Backend>(args, return_lse);
-  run<Backend>(args, out, lse);
+  if (takes_result_directly(args, out, Backend::kRows)) {
+    run<Backend>(args, out, lse);
+  } else {
+    const Tensor result = empty_out<Backend>(args);
+    run<Backend>(args, result, lse);
+    out.copy_(result);
+  }
   return lse;
 }
 

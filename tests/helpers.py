@@ -92,6 +92,13 @@ class MaskCase:
     kv_offsets: Offsets | None = None
     batched: bool = False
 
+    def __str__(self) -> str:
+        """Short enough for a test's name."""
+        parts = [self.kind]
+        for offsets in (self.q_offsets, self.kv_offsets or ()):
+            parts += [",".join(map(str, cuts if len(cuts) < 12 else (*cuts[:10], "...", cuts[-1]))) for cuts in offsets]
+        return " ".join(parts)
+
     def build(self, device: str | torch.device = "cpu"):
         """The mask object of the package, its offsets on `device`."""
         if self.kind == "dense":

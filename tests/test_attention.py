@@ -345,13 +345,20 @@ def test_out_has_the_memory_order_of_q(target: Target, mask: MaskCase) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", [CAUSAL, document(0, 30, 50)], ids=str)
 def test_out_in_any_layout(target: Target, layout: str, mask: MaskCase) -> None:
-    """out= is written in place whatever its strides, and nothing beside it."""
+    """out= is written in place and nothing beside it; strides that a backend cannot write raise, and name out."""
     q, k, v = make_qkv(target, 2, 4, 70, 70, 64)
     given = LAYOUTS[layout](poisoned_out(q, v))
     storage = torch.empty(0, dtype=q.dtype, device=q.device).set_(given.untyped_storage())
     marker = 7.0
     storage.fill_(marker)
-    got = flashmsa.attention(q, k, v, mask=mask.build(q.device), backend=target.backend, out=given)
+    built = mask.build(q.device)
+    try:
+        got = flashmsa.attention(q, k, v, mask=built, backend=target.backend, out=given)
+    except ValueError as error:
+        assert layout not in FREE_LAYOUTS and target.backend != "torch"
+        assert str(error).startswith("out: ")
+        assert (storage == marker).all(), "out was written before the error"
+        return
     assert got.data_ptr() == given.data_ptr() and got.stride() == given.stride()
     check(got, None, q, k, v, mask)
     given.fill_(marker)
@@ -584,7 +591,7 @@ def test_reference_ignores_what_is_masked() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("target", targets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
 @pytest.mark.parametrize("cut", [0, 1, 64, 100, 150])
 def test_merge_states(target: Target, cut: int) -> None:
     """Attention over [K1; K2] is the joined attention over the parts, one of them empty too."""
@@ -668,7 +675,8 @@ def test_compile(target: Target, dynamic: bool | None, family: str, fresh_dynamo
         mask = mask_for(family, 2, length, length).build(q.device)
         for got, expected in zip(compiled(q, k, v, mask), call(q, k, v, mask), strict=True):
             assert torch.equal(got, expected) and got.stride() == expected.stride()
-    assert 1 <= len(graphs) <= 2
+    # The composed backend is Python: its loop over blocks of rows is part of the graph, one for each number of blocks.
+    assert 1 <= len(graphs) <= (3 if target.backend == "torch" else 2)
 
 
 @pytest.mark.parametrize("target", NATIVE_ONE_EACH)

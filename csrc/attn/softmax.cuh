@@ -5,6 +5,7 @@
 // then P stays below that, exact in its relative precision, and O and l need no rescale.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "sm90/fragment.h"
@@ -19,44 +20,49 @@ inline constexpr float kLazyGrowth = 8.0f;
 struct OnlineSoftmax {
   float reference[2] = {kNegativeInfinity, kNegativeInfinity};  // in the exponent's units; -inf: no visible key yet
   float sum[2] = {0.0f, 0.0f};                                  // over this thread's columns only, until finish()
+  int32_t limit[2] = {kAlwaysOutgrown, kAlwaysOutgrown};        // bits of the S that outgrows the reference
+
+  static constexpr int32_t kAlwaysOutgrown = INT32_MIN;
 
   // NOTE: a reference of -inf is read as 0: every S is then -inf too, and P becomes 2^-inf = 0 instead of NaN.
   __device__ __forceinline__ float offset(int slot) const {
     return reference[slot] == kNegativeInfinity ? 0.0f : -reference[slot];
   }
 
-  // This thread's maximum over its columns of each row.
+  // Does some row of the warp need a new reference? The same answer in all lanes.
+  // PERF: an integer maximum of three (VIMNMX3) does two elements an instruction. The bits of positive floats are ordered
+  // as integers, above those of all negative ones; NaN is above infinity. A limit that is not positive is no such bound:
+  // raise() then sets one that every block outgrows, and looks at the floats itself.
   template <int kCount>
-  static __device__ __forceinline__ void thread_max(const float (&s)[kCount], float (&result)[2]) {
-    result[0] = s[0];
-    result[1] = s[2];
+  __device__ __forceinline__ bool outgrown(const float (&s)[kCount]) const {
+    int32_t maximum[2] = {INT32_MIN, INT32_MIN};
+#pragma unroll
+    for (int e = 0; e < kCount; e += 2) {
+      const int slot = sm90::Accumulator::row_slot(e);
+      maximum[slot] = max(max(__float_as_int(s[e]), __float_as_int(s[e + 1])), maximum[slot]);
+    }
+    return __any_sync(~0u, maximum[0] > limit[0] || maximum[1] > limit[1]);
+  }
+
+  // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take.
+  template <int kCount>
+  __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float (&factor)[2]) {
+    float maximum[2] = {s[0], s[2]};
 #pragma unroll
     for (int e = 1; e < kCount; ++e) {
-      if (e == 2) continue;
       const int slot = sm90::Accumulator::row_slot(e);
-      result[slot] = fmaxf(result[slot], s[e]);
+      maximum[slot] = fmaxf(maximum[slot], s[e]);
     }
-  }
-
-  // Does some row of the warp need a new reference? The same answer in all lanes.
-  __device__ __forceinline__ bool outgrown(const float (&maximum)[2], float scale_log2) const {
-    // NOTE: -inf - -inf is NaN, which compares false: a row that still sees nothing needs nothing.
-    const bool grows = fmaf(maximum[0], scale_log2, -reference[0]) > kLazyGrowth ||
-                       fmaf(maximum[1], scale_log2, -reference[1]) > kLazyGrowth;
-    return __any_sync(~0u, grows);
-  }
-
-  // Moves the references to the rows' true maxima; returns the factors that O and l of the old reference take.
-  __device__ __forceinline__ void raise(const float (&maximum)[2], float scale_log2, float (&factor)[2]) {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      float row_max = maximum[slot];
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
+      maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 1));
+      maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 2));
       const float old_reference = reference[slot];
-      reference[slot] = fmaxf(old_reference, row_max * scale_log2);
+      reference[slot] = fmaxf(old_reference, maximum[slot] * scale_log2);
       factor[slot] = sm90::exp2_approx(old_reference + offset(slot));
       sum[slot] *= factor[slot];
+      const float bound = __fdividef(reference[slot] + kLazyGrowth, scale_log2);
+      limit[slot] = bound >= 0.0f ? __float_as_int(bound) : kAlwaysOutgrown;
     }
   }
 

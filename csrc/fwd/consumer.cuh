@@ -20,6 +20,8 @@ struct Consumer {
   static constexpr int kScores = Config::kBlockKv / 2;   // S: 64 rows x block_kv over 128 threads
   static constexpr int kOutputs = Config::kHeadDim / 2;  // O: 64 rows x head_dim
   static constexpr int kQSteps = Config::kHeadDim / 16;
+  // Q in shared memory, with the next Q's buffer beside it: free after the tile's last S.
+  static constexpr bool kReleaseQAfterScores = !Config::kQInRegisters && Config::kOwnOBuffer;
   static constexpr int kKeySteps = Config::kBlockKv / 16;
   using ScoreMma = sm90::Wgmma<Config::kBlockKv, Element>;
   using OutputMma = sm90::Wgmma<Config::kHeadDim, Element>;
@@ -31,23 +33,27 @@ struct Consumer {
   S& shared;
   const int32_t warpgroup;  // 0 .. kConsumerWarpgroups - 1
   uint64_t q_descriptor, k_descriptor, v_descriptor;  // of stage 0
-  uint32_t round = 0;       // tiles finished
+  uint32_t round = 0;       // the tile at hand
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
 
-  // What lives for one tile. NOTE: a local of the tile loop, without initial values: as members the accumulators would
-  // stay live from tile to tile, through the slow path too, and spill.
-  struct Fragments {
+  // S, and Q that makes it.
+  struct Scores {
     float s[kScores];
+    uint32_t q[Config::kQInRegisters ? kQSteps : 1][4];
+  };
+
+  // What lives for one tile. NOTE: a local of the tile loop, without initial values: otherwise the accumulators stay live
+  // from tile to tile, through the slow path too, and spill.
+  struct Output {
     float o[kOutputs];
     uint32_t p[kKeySteps][4];
-    uint32_t q[Config::kQInRegisters ? kQSteps : 1][4];
     attn::OnlineSoftmax softmax;
   };
 
   __device__ __forceinline__ Consumer(const Params& params, S& shared, int32_t warpgroup)
       : params(params), shared(shared), warpgroup(warpgroup) {
     const auto address = [](const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); };
-    q_descriptor = QOperand::descriptor(address(shared.q) + warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes);
+    q_descriptor = QOperand::descriptor(address(shared.q[0]) + warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes);
     k_descriptor = KOperand::descriptor(address(shared.k));
     v_descriptor = VOperand::descriptor(address(shared.v));
   }
@@ -59,64 +65,116 @@ struct Consumer {
     return warpgroup * sm90::kWarpgroupRows + thread() / 32 * sm90::kWarpRows;
   }
 
+  // A value that is the same in all lanes, made known as such. PERF: what decides loops and ring positions must be, or
+  // descriptors leave the uniform registers and every wgmma waits for two moves (d128 dense: -12 %).
+  static __device__ __forceinline__ int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
+
   // One arrival a warp: every lane has passed the wait that ends its reads.
   __device__ __forceinline__ void release(sm90::Barrier& barrier) {
     if (lane() == 0) barrier.arrive();
   }
 
-  // The tile at hand. NOTE: read again after the main loop rather than kept in registers through it.
-  __device__ __forceinline__ const TileWork<Mask>& work() const { return shared.work[S::WorkRing::stage(round)]; }
+  // The tile at hand. NOTE: read again where it is needed rather than kept in registers through the main loop.
+  __device__ __forceinline__ const TileWork<Mask>& work() const {
+    return shared.work[S::WorkRing::stage(round)];
+  }
 
-  __device__ __forceinline__ void wait_work() {
+  // False: there are no more tiles.
+  __device__ __forceinline__ bool wait_work() {
     shared.full_work[S::WorkRing::stage(round)].wait(S::WorkRing::full_parity(round));
+    return uniform(work().row_block) >= 0;
   }
 
   // SYNC: all threads arrive, because all have read the slot.
   __device__ __forceinline__ void finish_work() {
     shared.empty_work[S::WorkRing::stage(round)].arrive();
-    ++round;
   }
 
-  __device__ __forceinline__ void load_q(Fragments& f) {
-    shared.full_q.wait(S::QRing::full_parity(round));
-    if constexpr (Config::kQInRegisters) {
-      const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(shared.q));
-#pragma unroll
-      for (int k = 0; k < kQSteps; ++k) {
-        sm90::ldmatrix_x4(f.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
-                                                              2 * k + sm90::Matrix16x16::half(lane())));
-      }
-      __syncwarp();
-      release(shared.empty_q);
+  // Which key blocks of the tile this warpgroup's 64 rows meet, in visit order: `front` blocks that lie right of all of
+  // them, `steps` to attend to, `back` blocks left of all of them.
+  struct Span {
+    int32_t front, steps, back;
+  };
+
+  __device__ __forceinline__ Span span() const {
+    const TileWork<Mask>& tile = work();
+    const mask::KeyTiles tiles = tile.tiles;
+    const int32_t count = tiles.count();
+    const int32_t first_row = tile.row_block * Config::kBlockQ + warpgroup * sm90::kWarpgroupRows;
+    int32_t front = 0, back = 0;
+    if (first_row >= params.len_q) {
+      front = count;
+    } else if (tiles.partial_count() > 0) {
+      const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, params.len_q) - 1;
+      const mask::KeyTiles mine =
+          mask::block_tiles<Mask>(params.mask, tile.block, first_row, last_row, Config::kBlockKv);
+      front = mine.count() == 0 ? count : clamp(tiles.end - mine.end, 0, count);
+      // Full blocks come last in visit order: with them there is nothing to skip at the end.
+      if (tiles.full_begin >= tiles.full_end) back = clamp(mine.begin - tiles.begin, 0, count - front);
+    }
+    return {uniform(front), uniform(count - front - back), uniform(back)};
+  }
+
+  // Lets key blocks pass that none of this warpgroup's rows sees.
+  // SYNC: waits until they are full, so that its arrival cannot fall into an earlier phase of the ring.
+  __device__ __forceinline__ void skip_blocks(int32_t count) {
+#pragma unroll 1
+    for (; count > 0; --count, ++key_blocks) {
+      const uint32_t stage = S::KvRing::stage(key_blocks);
+      shared.full_k[stage].wait(S::KvRing::full_parity(key_blocks));
+      release(shared.empty_k[stage]);
+      shared.full_v[stage].wait(S::KvRing::full_parity(key_blocks));
+      release(shared.empty_v[stage]);
     }
   }
 
+  // Q of the tile: waited for, and where it is kept in registers, loaded.
+  __device__ __forceinline__ void load_q(Scores& x) {
+    shared.full_q[S::QRing::stage(round)].wait(S::QRing::full_parity(round));
+    if constexpr (Config::kQInRegisters) {
+      const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(shared.q[S::QRing::stage(round)]));
+#pragma unroll
+      for (int k = 0; k < kQSteps; ++k) {
+        sm90::ldmatrix_x4(x.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
+                                                                2 * k + sm90::Matrix16x16::half(lane())));
+      }
+      __syncwarp();
+      release_q();
+    }
+  }
+
+  __device__ __forceinline__ void release_q() { release(shared.empty_q[S::QRing::stage(round)]); }
+
   // S = Q K^T of the K stage at hand, in flight as one group.
-  __device__ __forceinline__ void issue_scores(Fragments& f) {
+  __device__ __forceinline__ void issue_scores(Scores& x) {
     const uint32_t stage = S::KvRing::stage(key_blocks);
-    shared.full_k[stage].wait(S::KvRing::full_parity(key_blocks));
     const uint64_t k_tile = k_descriptor + sm90::descriptor_step(stage * S::KTile::kBytes);
+    const uint64_t q_tile = q_descriptor + sm90::descriptor_step(S::QRing::stage(round) * S::QTile::kBytes);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kQSteps; ++k) {
       if constexpr (Config::kQInRegisters) {
-        ScoreMma::template rs<false>(f.s, f.q[k], k_tile + KOperand::step(k), k > 0);
+        ScoreMma::template rs<false>(x.s, x.q[k], k_tile + KOperand::step(k), k > 0);
       } else {
-        ScoreMma::ss(f.s, q_descriptor + QOperand::step(k), k_tile + KOperand::step(k), k > 0);
+        ScoreMma::ss(x.s, q_tile + QOperand::step(k), k_tile + KOperand::step(k), k > 0);
       }
     }
     sm90::wgmma_commit();
   }
 
+  __device__ __forceinline__ void wait_k() {
+    shared.full_k[S::KvRing::stage(key_blocks)].wait(S::KvRing::full_parity(key_blocks));
+  }
+
   // O += P V of the V stage at hand, in flight as one group.
-  __device__ __forceinline__ void issue_output(Fragments& f) {
+  __device__ __forceinline__ void issue_output(Output& y) {
     const uint32_t stage = S::KvRing::stage(key_blocks - 1);
     shared.full_v[stage].wait(S::KvRing::full_parity(key_blocks - 1));
     const uint64_t v_tile = v_descriptor + sm90::descriptor_step(stage * S::VTile::kBytes);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
-      OutputMma::template rs<true>(f.o, f.p[k], v_tile + VOperand::step(k), true);
+      OutputMma::template rs<true>(y.o, y.p[k], v_tile + VOperand::step(k), true);
     }
     sm90::wgmma_commit();
   }
@@ -125,19 +183,23 @@ struct Consumer {
   __device__ __forceinline__ void release_k() { release(shared.empty_k[S::KvRing::stage(key_blocks)]); }
   __device__ __forceinline__ void release_v() { release(shared.empty_v[S::KvRing::stage(key_blocks - 1)]); }
 
-  // The first key block: S, softmax, P. O is still empty.
-  __device__ __forceinline__ void first_block(Fragments& f, bool masked, int32_t first_key,
-                                              const mask::Interval (&rows)[2]) {
-    issue_scores(f);
-    sm90::wgmma_wait<0>();
-    sm90::pin_registers(f.s);
-    release_k();
-    ++key_blocks;
-    if (masked) attn::apply_intervals(f.s, rows, first_key, thread());
-    float maximum[2], factor[2];
-    attn::OnlineSoftmax::thread_max(f.s, maximum);
-    f.softmax.raise(maximum, params.scale_log2, factor);
-    f.softmax.template exponentiate<Element>(f.s, f.p, params.scale_log2);
+  // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
+  __device__ __forceinline__ void mask_scores(Scores& x, int32_t first_key, const mask::Interval (&rows)[2]) {
+    const int32_t end_key = first_key + Config::kBlockKv;
+    const bool cut = rows[0].begin > first_key || rows[0].end < end_key || rows[1].begin > first_key ||
+                     rows[1].end < end_key;
+    if (__any_sync(~0u, cut)) attn::apply_intervals(x.s, rows, first_key, thread());
+  }
+
+  // The first key block, whose S is here: softmax, P. O is still empty.
+  __device__ __forceinline__ void first_block(Scores& x, Output& y) {
+    float factor[2];
+    y.softmax = attn::OnlineSoftmax();
+    y.softmax.raise(x.s, params.scale_log2, factor);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
+    // NOTE: only now: O would otherwise hold its registers through the softmax.
+#pragma unroll
+    for (int e = 0; e < kOutputs; ++e) y.o[e] = 0.0f;
   }
 
   // A key block in the middle, one step of the pipeline:
@@ -146,156 +208,168 @@ struct Consumer {
   //   3. O arrives: V(i-1) and P are free; rescale O if so
   //   4. P(i) = 2^(S(i) - reference)
   template <bool kMasked>
-  __device__ __forceinline__ void next_block(Fragments& f, int32_t first_key,
-                                             const mask::Interval (&rows)[2]) {
-    issue_scores(f);  // 1
-    issue_output(f);
+  __device__ __forceinline__ void next_block(Scores& x, Output& y, int32_t first_key, const mask::Interval (&rows)[2]) {
+    wait_k();  // 1
+    issue_scores(x);
+    issue_output(y);
 
     sm90::wgmma_wait<1>();  // 2
-    sm90::pin_registers(f.s);
+    sm90::pin_registers(x.s);
     release_k();
-    if constexpr (kMasked) attn::apply_intervals(f.s, rows, first_key, thread());
-    float maximum[2], factor[2];
-    attn::OnlineSoftmax::thread_max(f.s, maximum);
-    const bool outgrown = f.softmax.outgrown(maximum, params.scale_log2);
+    if constexpr (kMasked) mask_scores(x, first_key, rows);
+    const bool outgrown = y.softmax.outgrown(x.s);
 
     sm90::wgmma_wait<0>();  // 3
-    sm90::pin_registers(f.o);
+    sm90::pin_registers(y.o);
     release_v();
     ++key_blocks;
     if (outgrown) {
-      f.softmax.raise(maximum, params.scale_log2, factor);
-      attn::scale_rows(f.o, factor);
+      float factor[2];
+      y.softmax.raise(x.s, params.scale_log2, factor);
+      attn::scale_rows(y.o, factor);
     }
 
-    f.softmax.template exponentiate<Element>(f.s, f.p, params.scale_log2);  // 4
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);  // 4
   }
 
-  // All key blocks of a tile: partial ones first, then full ones without a test, then the last P V.
-  __device__ __forceinline__ void attend(Fragments& f, const mask::KeyTiles& tiles, const mask::Interval (&rows)[2]) {
-    const int32_t steps = tiles.count();
-    const int32_t partial = tiles.partial_count();
+  // All key blocks of the tile, S of the first one at hand: partial ones first, then full ones without a test. Leaves the
+  // last P V to do.
+  __device__ __forceinline__ void attend(Scores& x, Output& y, const Span& mine) {
+    const TileWork<Mask>& tile = work();
+    const mask::KeyTiles tiles = tile.tiles;
+    mask::Interval rows[2];
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
+      const int32_t row = tile.row_block * Config::kBlockQ + warp_row() + lane() / 4 + 8 * slot;
+      rows[slot] = Mask::row(params.mask, tile.block, min_of(row, params.len_q - 1));
+    }
+    key_blocks = uniform(key_blocks);
+    if constexpr (!Config::kQInRegisters) round = uniform(round);
+    int32_t step = mine.front;
+    const int32_t end = mine.front + mine.steps;
+    const int32_t partial = uniform(min_of(tiles.partial_count(), end));
     const auto first_key = [&](int32_t step) { return tiles.visit(step) * Config::kBlockKv; };
 
-    load_q(f);
-    first_block(f, partial > 0, first_key(0), rows);
-    // NOTE: only now: O would otherwise hold its registers through the first block.
-#pragma unroll
-    for (int e = 0; e < kOutputs; ++e) f.o[e] = 0.0f;
-    int32_t step = 1;
+    if (step < partial) mask_scores(x, first_key(step), rows);
+    first_block(x, y);
+    ++step;
 #pragma unroll 1
-    for (; step < partial; ++step) next_block<true>(f, first_key(step), rows);
+    for (; step < partial; ++step) next_block<true>(x, y, first_key(step), rows);
 #pragma unroll 1
-    for (; step < steps; ++step) next_block<false>(f, 0, rows);
-    if constexpr (!Config::kQInRegisters && Config::kOwnOBuffer) release(shared.empty_q);
-
-    issue_output(f);
-    sm90::wgmma_wait<0>();
-    sm90::pin_registers(f.o);
-    release_v();
+    for (; step < end; ++step) next_block<false>(x, y, 0, rows);
   }
 
-  __device__ __forceinline__ float* lse_row(const TileWork<Mask>& work) const {
-    return params.lse + (int64_t{work.batch} * params.heads_q + work.head) * params.len_q;
+  // lse of the tile's head.
+  __device__ __forceinline__ float* lse_rows() const {
+    return params.lse + (int64_t{work().batch} * params.heads_q + work().head) * params.len_q;
   }
 
-  // Normalised O by way of shared memory, 16 rows a warp; lse straight to memory.
-  __device__ __forceinline__ void store(Fragments& f, const TileWork<Mask>& work, const float (&inverse)[2],
-                                        const float (&lse)[2]) {
+  // O by way of shared memory, normalised and rounded, 16 rows a warp; lse straight to memory.
+  __device__ __forceinline__ void store(Output& y) {
     using OTile = typename S::OTile;
-    attn::scale_rows(f.o, inverse);
+    float inverse[2], lse[2];
+    y.softmax.finish(inverse, lse);
+    attn::scale_rows(y.o, inverse);
     char* staging = shared.o();
-    // SYNC: own buffer: the previous tile's store has read it. Q's buffer: no warp of the warpgroup reads Q any more.
+    // SYNC: the previous tile's store has read the buffer.
     if constexpr (Config::kOwnOBuffer) {
       if (lane() == 0) sm90::wait_stores_read();
       __syncwarp();
-    } else {
-      sm90::bar_sync(1 + warpgroup, sm90::kWarpgroupThreads);
     }
-    attn::stage_rows<Element, OTile>(f.o, static_cast<uint32_t>(__cvta_generic_to_shared(staging)), warp_row());
+    attn::stage_rows<Element, OTile>(y.o, static_cast<uint32_t>(__cvta_generic_to_shared(staging)), warp_row());
     sm90::fence_async_proxy();
     __syncwarp();
-    const int32_t first_row = work.row_block * Config::kBlockQ + warp_row();
+    const TileWork<Mask>& tile = work();
+    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
     if (lane() == 0 && first_row < params.len_q) {
-      sm90::store_rows<OTile>(params.out, staging + warp_row() * sm90::kSwizzleRowBytes, first_row, work.head, work.batch);
+      sm90::store_rows<OTile>(params.out, staging + warp_row() * sm90::kSwizzleRowBytes, first_row, tile.head, tile.batch);
     }
     if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int32_t row = first_row + lane() / 4 + 8 * slot;
-        if (row < params.len_q) lse_row(work)[row] = lse[slot];
+        if (row < params.len_q) lse_rows()[row] = lse[slot];
       }
     }
   }
 
   // This warp's rows again, key by key; see attn/slow_rows.cuh.
-  __device__ __forceinline__ void store_slowly(const TileWork<Mask>& work) {
-    const int32_t kv_head = work.head / params.q_heads_per_kv_head;
-    const int32_t first_row = work.row_block * Config::kBlockQ + warp_row();
+  __device__ __forceinline__ void store_slowly() {
+    const TileWork<Mask> tile = work();
+    const int32_t kv_head = tile.head / params.q_heads_per_kv_head;
+    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
       const float lse = attn::slow_row<Element>(
-          attn::row_of<Element>(params.q_rows, work.batch, work.head, row),
-          attn::row_of<Element>(params.k_rows, work.batch, kv_head, 0), params.k_rows.stride_seq,
-          attn::row_of<Element>(params.v_rows, work.batch, kv_head, 0), params.v_rows.stride_seq,
-          attn::row_of<Element>(params.out_rows, work.batch, work.head, row), params.head_dim, params.head_dim_v,
-          Mask::row(params.mask, work.block, row), params.scale_log2);
-      if (params.lse != nullptr && lane() == 0) {
-        lse_row(work)[row] = lse;
-      }
+          attn::row_of<Element>(params.q_rows, tile.batch, tile.head, row),
+          attn::row_of<Element>(params.k_rows, tile.batch, kv_head, 0), params.k_rows.stride_seq,
+          attn::row_of<Element>(params.v_rows, tile.batch, kv_head, 0), params.v_rows.stride_seq,
+          attn::row_of<Element>(params.out_rows, tile.batch, tile.head, row), params.head_dim, params.head_dim_v,
+          Mask::row(params.mask, tile.block, row), params.scale_log2);
+      if (params.lse != nullptr && lane() == 0) lse_rows()[row] = lse;
     }
   }
 
-  // A tile whose rows see no key: zeros and -inf, without a loop over anything.
-  __device__ __forceinline__ void store_empty(const TileWork<Mask>& work) {
-    shared.full_q.wait(S::QRing::full_parity(round));
-    release(shared.empty_q);
-    const int32_t first_row = work.row_block * Config::kBlockQ + warp_row();
+  // Rows that see no key: zeros and -inf.
+  __device__ __forceinline__ void store_empty() {
+    const TileWork<Mask>& tile = work();
+    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      Element* out_row = attn::row_of<Element>(params.out_rows, work.batch, work.head, row);
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.batch, tile.head, row);
       if (lane() * 8 < params.head_dim_v) *reinterpret_cast<uint4*>(out_row + lane() * 8) = uint4{0, 0, 0, 0};
-      if (params.lse != nullptr && lane() == 0) lse_row(work)[row] = attn::kNegativeInfinity;
+      if (params.lse != nullptr && lane() == 0) lse_rows()[row] = attn::kNegativeInfinity;
     }
   }
 
-  __device__ __forceinline__ void attend_and_store(const TileWork<Mask>& work) {
-    mask::Interval rows[2];
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
-      const int32_t row = work.row_block * Config::kBlockQ + warp_row() + lane() / 4 + 8 * slot;
-      rows[slot] = Mask::row(params.mask, work.block, min_of(row, params.len_q - 1));
-    }
-    Fragments f;
-    attend(f, work.tiles, rows);
-
-    const TileWork<Mask> done = this->work();
-    float inverse[2], lse[2];
-    f.softmax.finish(inverse, lse);
-    if (done.tiles.partial_count() > 0 && attn::any_nonfinite(f.o)) {
-      store_slowly(done);
-    } else {
-      store(f, done, inverse, lse);
-    }
-    if constexpr (!Config::kOwnOBuffer) {
-      if (lane() == 0) sm90::wait_stores_read();
-      __syncwarp();
-      release(shared.empty_q);
-    }
-  }
-
+  // One tile after another:
+  //   1. S of the first key block
+  //   2. softmax and the other key blocks, the last P V
+  //   3. O and lse to memory
+  // PERF: storing a tile behind the next one's first S (its wgmma in flight across the epilogue) lost 2 … 15 %.
   __device__ __forceinline__ void run() {
-    for (;;) {
-      wait_work();
-      const TileWork<Mask> work = this->work();
-      if (work.row_block < 0) break;
-      if (work.tiles.count() == 0) {
-        store_empty(work);
+    for (; wait_work(); ++round) {
+      Scores x;
+      Output y;
+      load_q(x);
+      const Span mine = span();
+      skip_blocks(mine.front);  // 1
+      if (mine.steps > 0) {
+        wait_k();
+        issue_scores(x);
+        sm90::wgmma_wait<0>();
+        sm90::pin_registers(x.s);
+        release_k();
+        ++key_blocks;
+
+        attend(x, y, mine);  // 2
+        if constexpr (kReleaseQAfterScores) release_q();
+        issue_output(y);
+        sm90::wgmma_wait<0>();
+        sm90::pin_registers(y.o);
+        release_v();
+      } else if constexpr (kReleaseQAfterScores) {
+        release_q();
+      }
+      skip_blocks(mine.back);
+      // SYNC: O goes to Q's buffer: no warp of the warpgroup reads Q any more. All warps meet here, whichever way they store.
+      if constexpr (!Config::kOwnOBuffer) sm90::bar_sync(1 + warpgroup, sm90::kWarpgroupThreads);
+
+      if (mine.steps == 0) {  // 3
+        store_empty();
+      } else if (work().tiles.partial_count() > 0 && attn::any_nonfinite(y.o)) {
+        // Only a partial block multiplies V of keys that a row may not see.
+        store_slowly();
       } else {
-        attend_and_store(work);
+        store(y);
+      }
+      if constexpr (!Config::kOwnOBuffer) {
+        if (lane() == 0) sm90::wait_stores_read();
+        __syncwarp();
+        release_q();
       }
       finish_work();
     }

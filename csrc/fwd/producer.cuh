@@ -68,10 +68,11 @@ __device__ __forceinline__ void producer(const KernelParams<Mask>& params, Share
     const int32_t next = params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : tile_count;
 
     // 3. Q once, then K(0), K(1), V(0), K(2), V(1), …: the order in which the consumers free the buffers.
-    shared.empty_q.wait(S::QRing::empty_parity(round));
-    shared.full_q.arrive_expect(S::QTile::kBytes);
-    sm90::load_tile<typename S::QTile>(shared.q, params.q, work.row_block * Config::kBlockQ, work.head, work.batch,
-                                       shared.full_q);
+    const uint32_t q_stage = S::QRing::stage(round);
+    shared.empty_q[q_stage].wait(S::QRing::empty_parity(round));
+    shared.full_q[q_stage].arrive_expect(S::QTile::kBytes);
+    sm90::load_tile<typename S::QTile>(shared.q[q_stage], params.q, work.row_block * Config::kBlockQ, work.head,
+                                       work.batch, shared.full_q[q_stage]);
     const int32_t steps = work.tiles.count();
     for (int32_t step = 0; step <= steps; ++step) {
       if (step < steps) load_k(work, step, key_blocks + step);

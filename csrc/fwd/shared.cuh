@@ -49,17 +49,19 @@ struct Shared {
 
   using KvRing = sm90::Ring<Config::kStages>;
   using WorkRing = sm90::Ring<kWorkSlots>;
-  using QRing = sm90::Ring<1>;
+  // Q in registers frees its buffer at once; Q in shared memory with an O buffer beside it is loaded a tile ahead.
+  static constexpr int kQStages = !Config::kQInRegisters && Config::kOwnOBuffer ? 2 : 1;
+  using QRing = sm90::Ring<kQStages>;
   static constexpr uint32_t kOBytes = Config::kOwnOBuffer ? OTile::kBytes : 0;
 
-  alignas(1024) char q[QTile::kBytes];
+  alignas(1024) char q[kQStages][QTile::kBytes];
   alignas(1024) char k[Config::kStages][KTile::kBytes];
   alignas(1024) char v[Config::kStages][VTile::kBytes];
   alignas(1024) char own_o[kOBytes == 0 ? 1024 : kOBytes];
 
   //                                       arrives (count)                     waits
-  sm90::Barrier full_q;                 // producer + TMA bytes (1)            consumers
-  sm90::Barrier empty_q;                // consumer warps                      producer
+  sm90::Barrier full_q[kQStages];         // producer + TMA bytes (1)            consumers
+  sm90::Barrier empty_q[kQStages];        // consumer warps                      producer
   sm90::Barrier full_k[Config::kStages];   // producer + TMA bytes (1)          consumers
   sm90::Barrier empty_k[Config::kStages];  // consumer warps                    producer
   sm90::Barrier full_v[Config::kStages];   // producer + TMA bytes (1)          consumers
@@ -69,12 +71,14 @@ struct Shared {
 
   TileWork<Mask> work[kWorkSlots];
 
-  __device__ char* o() { return Config::kOwnOBuffer ? own_o : q; }
+  __device__ char* o() { return Config::kOwnOBuffer ? own_o : q[0]; }
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
-    full_q.init(1);
-    empty_q.init(kConsumerWarps);
+    for (int s = 0; s < kQStages; ++s) {
+      full_q[s].init(1);
+      empty_q[s].init(kConsumerWarps);
+    }
     for (int s = 0; s < Config::kStages; ++s) {
       full_k[s].init(1);
       empty_k[s].init(kConsumerWarps);

@@ -131,7 +131,8 @@ def _check_mask_tensors(q: Tensor, mask: Mask | None) -> None:
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: {type(value).__name__}; must be a number")
-    if isinstance(value, (int, float)) and not math.isfinite(value):
+    # NOTE: no math.isfinite: torch.compile of torch 2.11 breaks the graph there. NaN compares false.
+    if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
         raise ValueError(f"{name}: {value}; must be finite")
 
 

@@ -15,6 +15,8 @@ from .masks import Mask
 _native = _C.attention
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DENSE = (0, (), ())
+# Asked once: torch.compile cannot trace the question.
+_AUTOCAST = frozenset(x for x in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(x))
 
 # (device index, dtype) for which a native backend runs every call without further options. Index -1 is the CPU, and the
 # meta device, which the operator serves as well. CUDA devices enter with their first call.
@@ -183,7 +185,7 @@ def check_backend(backend: Any) -> None:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v as autocast has scaled_dot_product_attention take them: all but float64 in its dtype."""
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in _AUTOCAST or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import math
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from helpers import (
     check,
     copies_in,
     document,
+    limit_of_whole,
     make_qkv,
     mask_for,
     oracle,
@@ -439,6 +444,23 @@ def test_cpu_tensors_run_on_the_cpu_backend() -> None:
     assert torch.equal(chosen, flashmsa.attention(q, k, v, mask=flashmsa.Causal(), backend="cpu"))
 
 
+def test_fallback_is_warned_once() -> None:
+    """The dispatcher's choice of the composed backend names its reason, the first time only."""
+    program = """
+import warnings, torch, flashmsa
+warnings.simplefilter("always")
+x = torch.randn(1, 1, 8, 8)
+with warnings.catch_warnings(record=True) as caught:
+    for _ in range(3):
+        flashmsa.attention(x, x, x, softcap=1.0)
+print([str(w.message) for w in caught if "flashmsa" in str(w.message) or "softcap" in str(w.message)])
+"""
+    root = str(Path(flashmsa.__file__).resolve().parent.parent)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True)
+    messages = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    assert len(messages) == 1 and "softcap" in messages[0] and "torch" in messages[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gap_on_the_gpu_falls_back(dtype: torch.dtype) -> None:
@@ -597,10 +619,33 @@ def test_merge_states(target: Target, cut: int) -> None:
     """Attention over [K1; K2] is the joined attention over the parts, one of them empty too."""
     q, k, v = make_qkv(target, 2, (4, 2), 70, 150, 64)
     parts = [run(target, q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, cut), (cut, 150))]
-    out, lse = flashmsa.merge_states(*parts[0], *parts[1])
-    check(out, lse, q, k, v)
-    swapped, swapped_lse = flashmsa.merge_states(*parts[1], *parts[0])
-    check(swapped, swapped_lse, q, k, v)
+    # The weights come from two lse, each right to 1e-5 max(1, |lse|); here |lse| < 10.
+    limit = limit_of_whole(q, k, v) + 4e-4 * v.abs().max().item()
+    for one, other in (parts, parts[::-1]):
+        out, lse = flashmsa.merge_states(*one, *other)
+        check(out, lse, q, k, v, limit=limit)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_merge_states_alone(device: str, dtype: torch.dtype) -> None:
+    """Parts of every relative weight: out = (e^a A + e^b B) / (e^a + e^b), and lse is the log of that sum."""
+    out_a, out_b = (torch.randn(2, 3, 500, 24, device=device).to(dtype) for _ in range(2))
+    lse_a, lse_b = (20 * torch.randn(2, 3, 500, device=device) for _ in range(2))
+    lse_b[..., :50] = lse_a[..., :50]
+    lse_a[..., 50:60], lse_b[..., 55:70] = -math.inf, -math.inf
+    out, lse = flashmsa.merge_states(out_a, lse_a, out_b, lse_b)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    expected_lse = torch.logaddexp(lse_a.double(), lse_b.double())
+    weight_a, weight_b = ((x.double() - expected_lse).exp().nan_to_num(0.0)[..., None] for x in (lse_a, lse_b))
+    expected = weight_a * out_a.double() + weight_b * out_b.double()
+    # One rounding to dtype; the weights in fp32: an exponent below 100 in magnitude is right to half its ulp, 4e-6.
+    bound = (torch.finfo(dtype).eps / 2 + 8e-6) * max(out_a.abs().max().item(), out_b.abs().max().item())
+    assert (out.double() - expected).abs().max().item() <= bound
+    assert not out[..., 55:60, :].count_nonzero() and lse[..., 55:60].isneginf().all()
+    finite = expected_lse.isfinite()
+    assert torch.equal(lse.isfinite(), finite)
+    assert ((lse.double() - expected_lse)[finite].abs() <= 2e-7 * expected_lse[finite].abs().clamp(min=1.0)).all()
 
 
 @pytest.mark.parametrize("target", targets())
@@ -742,6 +787,7 @@ def test_compile_with_out(target: Target, fresh_dynamo: None) -> None:
 
 @pytest.mark.gpu
 def test_compile_by_inductor(fresh_dynamo: None) -> None:
+    pytest.importorskip("triton")
     target = Target("sm90", "cuda", torch.bfloat16)
 
     def call(q, k, v):

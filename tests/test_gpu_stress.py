@@ -425,17 +425,17 @@ def test_document_edges_around_tiles(dim: int, causal: bool) -> None:
         cuts = (0, *(n * 64 + shift for n in range(1, 12)), 800)
         q, k, v = make_qkv(sm90(), 1, (2, 1), 800, 800, dim)
         mask = document(*cuts, causal=causal)
-        plain, plain_lse = run_and_check(sm90(), q, k, v, mask)
+        run_and_check(sm90(), q, k, v, mask)
         for d in (0, 3, 4, 11):
             k_, v_ = k.clone(), v.clone()
             k_[:, :, cuts[d] : cuts[d + 1]] = math.nan
             v_[:, :, cuts[d] : cuts[d + 1]] = math.inf
             out, lse = run(sm90(), q, k_, v_, mask)
-            outside = torch.ones(800, dtype=torch.bool, device="cuda")
-            outside[cuts[d] : cuts[d + 1]] = False
-            assert torch.equal(out[:, :, outside], plain[:, :, outside]), f"document {d} of {cuts}"
-            assert torch.equal(lse[:, :, outside], plain_lse[:, :, outside])
-            assert out[:, :, ~outside].isnan().all()
+            inside = torch.zeros(800, dtype=torch.bool, device="cuda")
+            inside[cuts[d] : cuts[d + 1]] = True
+            assert out[:, :, inside].isnan().all()
+            rows = (~inside).nonzero()[:, 0]
+            check(out, lse, q, k_, v_, mask, rows=rows, note=f"document {d} of {cuts} poisoned")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,6 +9,7 @@
 #
 # VENV=            use the Python that runs (PYTHON=python3) and the packages it has: install nothing, need no network
 # FLASHMSA_CUDA=   auto, 0 or 1: build the kernels where nvcc is found, never, or fail without
+# PYTEST=ARGS      what pytest gets in `make test`: files, -k, -x
 # TORCH_INDEX=URL  take torch from this index, e.g. https://download.pytorch.org/whl/cpu (small) or .../whl/cu128
 
 PYTHON ?= python3
@@ -42,18 +43,20 @@ TEST_BUILD := $(call built,$(or $(FLASHMSA_CUDA),auto))
 DEMO_BUILD := $(if $(or $(FLASHMSA_CUDA),$(wildcard $(TEST_BUILD)),$(HOPPER)),$(TEST_BUILD),$(call built,0))
 
 help:
-	@sed -n '4,12p' Makefile | cut -c3-
+	@sed -n '4,13p' Makefile | cut -c3-
 
 demo: $(call with,demo) $(DEMO_BUILD)
+	$(if $(DEMO_BUILD:build/.built-0%=),,@echo "flashmsa: no Hopper GPU here, so the demo's build has the CPU backend alone")
 	$(PY) -m flashmsa demo
 
 test: $(call with,test) $(call with,demo) $(TEST_BUILD)
 	@$(say_kernels)
-	cmake -S . -B build/host -G Ninja -DPython3_EXECUTABLE="$$(command -v $(PY))" \
+	cmake -S . -B build/host $(if $(shell command -v ninja),-G Ninja) \
+	  -DPython3_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" \
 	  -DFLASHMSA_CUDA=$(if $(HOPPER),$(or $(FLASHMSA_CUDA),auto),0) >/dev/null
 	cmake --build build/host --target host_tests $(if $(HOPPER),gpu_primitives)
 	ctest --test-dir build/host --output-on-failure $(if $(HOPPER),,-L host)
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST)
 
 bench: $(call with,bench) $(TEST_BUILD)
 	@test -n "$(HOPPER)" || { echo "make bench: needs a GPU of compute capability 9.0 (H100, H200); nvidia-smi shows none" >&2; exit 1; }

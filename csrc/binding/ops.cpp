@@ -265,7 +265,7 @@ TORCH_LIBRARY_IMPL(flashmsa, AutocastCPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(flashmsa, AutocastCUDA, m) {
-  m.impl("attention", &attention_autocast<c10::DispatchKey::Autocast, at::kCUDA>);
+  m.impl("attention", &attention_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>);
 }
 
 }  // namespace flashmsa::binding

@@ -24,18 +24,20 @@ __device__ __forceinline__ void scale_rows(float (&o)[kCount], const float (&fac
   for (int e = 0; e < kCount; ++e) o[e] *= factor[sm90::Accumulator::row_slot(e)];
 }
 
-// Writes a warp's 16 rows of O, rounded, into its place in a swizzled tile; first_row counts within the tile.
-template <class Element, class Tile, int kCount>
-__device__ __forceinline__ void stage_rows(const float (&o)[kCount], uint32_t tile_address, int32_t first_row) {
+// Writes a warp's 16 rows of O, rounded, to their place in a swizzled tile: kPass accumulators from `first` on, which fill
+// the tile's columns. first_row counts within the tile.
+template <class Element, class Tile, int kPass, int kCount>
+__device__ __forceinline__ void stage_rows(const float (&o)[kCount], int first, uint32_t tile_address, int32_t first_row) {
+  static_assert(kPass * 2 == Tile::kColumns);
   const int32_t lane = threadIdx.x % 32;
   const uint32_t row = first_row + sm90::Matrix16x16::row(lane);
   const uint32_t half = sm90::Matrix16x16::half(lane);
 #pragma unroll
-  for (int j = 0; j < kCount / 8; ++j) {
-    sm90::stmatrix_x4(tile_address + Tile::chunk_offset(row, 2 * j + half),
-                      sm90::pack2<Element>(o[8 * j], o[8 * j + 1]), sm90::pack2<Element>(o[8 * j + 2], o[8 * j + 3]),
-                      sm90::pack2<Element>(o[8 * j + 4], o[8 * j + 5]),
-                      sm90::pack2<Element>(o[8 * j + 6], o[8 * j + 7]));
+  for (int j = 0; j < kPass / 8; ++j) {
+    const float* block = o + first + 8 * j;
+    sm90::stmatrix_x4(tile_address + Tile::chunk_offset(row, 2 * j + half), sm90::pack2<Element>(block[0], block[1]),
+                      sm90::pack2<Element>(block[2], block[3]), sm90::pack2<Element>(block[4], block[5]),
+                      sm90::pack2<Element>(block[6], block[7]));
   }
 }
 

@@ -46,7 +46,8 @@ struct OnlineSoftmax {
 
   // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take.
   template <int kCount>
-  __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float (&factor)[2]) {
+  __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float inverse_scale_log2,
+                                        float (&factor)[2]) {
     float maximum[2] = {s[0], s[2]};
 #pragma unroll
     for (int e = 1; e < kCount; ++e) {
@@ -61,7 +62,7 @@ struct OnlineSoftmax {
       reference[slot] = fmaxf(old_reference, maximum[slot] * scale_log2);
       factor[slot] = sm90::exp2_approx(old_reference + offset(slot));
       sum[slot] *= factor[slot];
-      const float bound = __fdividef(reference[slot] + kLazyGrowth, scale_log2);
+      const float bound = (reference[slot] + kLazyGrowth) * inverse_scale_log2;
       limit[slot] = bound >= 0.0f ? __float_as_int(bound) : kAlwaysOutgrown;
     }
   }
@@ -88,8 +89,9 @@ struct OnlineSoftmax {
       float total = sum[slot];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      inverse[slot] = total == 0.0f ? 0.0f : 1.0f / total;
-      lse[slot] = total == 0.0f ? kNegativeInfinity : (reference[slot] + log2f(total)) * kLn2;
+      // PERF: the approximations (2^-22) are far below the rounding of O and lse; the exact ones take 400 cycles a tile.
+      inverse[slot] = total == 0.0f ? 0.0f : sm90::reciprocal_approx(total);
+      lse[slot] = total == 0.0f ? kNegativeInfinity : (reference[slot] + sm90::log2_approx(total)) * kLn2;
     }
   }
 };

@@ -6,7 +6,7 @@
 namespace flashmsa::fwd {
 
 template <class ElementType, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kBlockKvValue, int32_t kStagesValue,
-          bool kQInRegistersValue, bool kOwnOBufferValue, int32_t kRegistersProducerValue,
+          bool kQInRegistersValue, int32_t kQStagesValue, int32_t kOColumnsValue, int32_t kRegistersProducerValue,
           int32_t kRegistersConsumerValue>
 struct Config {
   using Element = ElementType;
@@ -16,8 +16,8 @@ struct Config {
   static constexpr int32_t kStages = kStagesValue;    // tiles of K, and of V, in flight
   // Q is loaded to registers once a tile, instead of read from shared memory by every wgmma.
   static constexpr bool kQInRegisters = kQInRegistersValue;
-  // O is staged in a buffer of its own, else in Q's.
-  static constexpr bool kOwnOBuffer = kOwnOBufferValue;
+  static constexpr int32_t kQStages = kQStagesValue;      // tiles of Q
+  static constexpr int32_t kOColumns = kOColumnsValue;    // columns of O staged at a time, in a buffer of its own
   static constexpr int32_t kRegistersProducer = kRegistersProducerValue;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = kRegistersConsumerValue;
   static constexpr int32_t kConsumerWarpgroups = kBlockQ / 64;
@@ -25,13 +25,13 @@ struct Config {
 };
 
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
-//                               head_dim  block_q  block_kv  stages  q_regs  own_o  producer  consumer
+//                          head_dim  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
 template <class Element>
-using Config64 = Config<Element, 64, 192, 128, 2, false, true, 32, 160>;
+using Config64 = Config<Element, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 template <class Element>
-using Config128 = Config<Element, 128, 128, 128, 2, true, true, 40, 232>;
+using Config128 = Config<Element, 128, 128, 128, 2, true, 1, 128, 40, 232>;
 template <class Element>
-using Config256 = Config<Element, 256, 128, 64, 2, false, false, 40, 232>;
+using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 
 constexpr int32_t bucket_of(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 

@@ -20,8 +20,6 @@ struct Consumer {
   static constexpr int kScores = Config::kBlockKv / 2;   // S: 64 rows x block_kv over 128 threads
   static constexpr int kOutputs = Config::kHeadDim / 2;  // O: 64 rows x head_dim
   static constexpr int kQSteps = Config::kHeadDim / 16;
-  // Q in shared memory, with the next Q's buffer beside it: free after the tile's last S.
-  static constexpr bool kReleaseQAfterScores = !Config::kQInRegisters && Config::kOwnOBuffer;
   static constexpr int kKeySteps = Config::kBlockKv / 16;
   using ScoreMma = sm90::Wgmma<Config::kBlockKv, Element>;
   using OutputMma = sm90::Wgmma<Config::kHeadDim, Element>;
@@ -195,7 +193,7 @@ struct Consumer {
   __device__ __forceinline__ void first_block(Scores& x, Output& y) {
     float factor[2];
     y.softmax = attn::OnlineSoftmax();
-    y.softmax.raise(x.s, params.scale_log2, factor);
+    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
     y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
     // NOTE: only now: O would otherwise hold its registers through the softmax.
 #pragma unroll
@@ -225,7 +223,7 @@ struct Consumer {
     ++key_blocks;
     if (outgrown) {
       float factor[2];
-      y.softmax.raise(x.s, params.scale_log2, factor);
+      y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
       attn::scale_rows(y.o, factor);
     }
 
@@ -268,22 +266,25 @@ struct Consumer {
   // O by way of shared memory, normalised and rounded, 16 rows a warp; lse straight to memory.
   __device__ __forceinline__ void store(Output& y) {
     using OTile = typename S::OTile;
+    constexpr int kPass = Config::kOColumns / 2;  // accumulators of one pass through the buffer
+    const TileWork<Mask>& tile = work();
+    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
+    const uint32_t staging = static_cast<uint32_t>(__cvta_generic_to_shared(shared.o));
     float inverse[2], lse[2];
     y.softmax.finish(inverse, lse);
     attn::scale_rows(y.o, inverse);
-    char* staging = shared.o();
-    // SYNC: the previous tile's store has read the buffer.
-    if constexpr (Config::kOwnOBuffer) {
+#pragma unroll
+    for (int pass = 0; pass < kOutputs / kPass; ++pass) {
+      // SYNC: the store before, of this tile or of the last, has read the buffer.
       if (lane() == 0) sm90::wait_stores_read();
       __syncwarp();
-    }
-    attn::stage_rows<Element, OTile>(y.o, static_cast<uint32_t>(__cvta_generic_to_shared(staging)), warp_row());
-    sm90::fence_async_proxy();
-    __syncwarp();
-    const TileWork<Mask>& tile = work();
-    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
-    if (lane() == 0 && first_row < params.len_q) {
-      sm90::store_rows<OTile>(params.out, staging + warp_row() * sm90::kSwizzleRowBytes, first_row, tile.head, tile.batch);
+      attn::stage_rows<Element, OTile, kPass>(y.o, pass * kPass, staging, warp_row());
+      sm90::fence_async_proxy();
+      __syncwarp();
+      if (lane() == 0 && first_row < params.len_q) {
+        sm90::store_rows<OTile>(params.out, shared.o + warp_row() * sm90::kSwizzleRowBytes, pass * Config::kOColumns,
+                                first_row, tile.head, tile.batch);
+      }
     }
     if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
@@ -346,17 +347,15 @@ struct Consumer {
         ++key_blocks;
 
         attend(x, y, mine);  // 2
-        if constexpr (kReleaseQAfterScores) release_q();
+        if constexpr (!Config::kQInRegisters) release_q();
         issue_output(y);
         sm90::wgmma_wait<0>();
         sm90::pin_registers(y.o);
         release_v();
-      } else if constexpr (kReleaseQAfterScores) {
+      } else if constexpr (!Config::kQInRegisters) {
         release_q();
       }
       skip_blocks(mine.back);
-      // SYNC: O goes to Q's buffer: no warp of the warpgroup reads Q any more. All warps meet here, whichever way they store.
-      if constexpr (!Config::kOwnOBuffer) sm90::bar_sync(1 + warpgroup, sm90::kWarpgroupThreads);
 
       if (mine.steps == 0) {  // 3
         store_empty();
@@ -365,11 +364,6 @@ struct Consumer {
         store_slowly();
       } else {
         store(y);
-      }
-      if constexpr (!Config::kOwnOBuffer) {
-        if (lane() == 0) sm90::wait_stores_read();
-        __syncwarp();
-        release_q();
       }
       finish_work();
     }

@@ -74,6 +74,7 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
   params.scale_log2 = static_cast<float>(p.scale) * kLog2E;
+  params.inverse_scale_log2 = 1.0f / params.scale_log2;
   return params;
 }
 

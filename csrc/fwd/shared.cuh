@@ -26,6 +26,7 @@ struct KernelParams {
   int32_t q_heads_per_kv_head;
   int32_t head_dim, head_dim_v;
   float scale_log2;                    // scale * log2(e) > 0
+  float inverse_scale_log2;            // 1 / scale_log2
 };
 
 // What the producer tells the consumers about their next tile.
@@ -45,23 +46,20 @@ struct Shared {
   using QTile = sm90::SwizzledTile<Config::kBlockQ, Config::kHeadDim>;
   using KTile = sm90::SwizzledTile<Config::kBlockKv, Config::kHeadDim>;
   using VTile = KTile;
-  using OTile = QTile;  // a warp's 16 rows lie at their own place in each 64-column group
+  using OTile = sm90::SwizzledTile<Config::kBlockQ, Config::kOColumns>;  // a warp stages its own 16 rows
 
   using KvRing = sm90::Ring<Config::kStages>;
   using WorkRing = sm90::Ring<kWorkSlots>;
-  // Q in registers frees its buffer at once; Q in shared memory with an O buffer beside it is loaded a tile ahead.
-  static constexpr int kQStages = !Config::kQInRegisters && Config::kOwnOBuffer ? 2 : 1;
-  using QRing = sm90::Ring<kQStages>;
-  static constexpr uint32_t kOBytes = Config::kOwnOBuffer ? OTile::kBytes : 0;
+  using QRing = sm90::Ring<Config::kQStages>;
 
-  alignas(1024) char q[kQStages][QTile::kBytes];
+  alignas(1024) char q[Config::kQStages][QTile::kBytes];
   alignas(1024) char k[Config::kStages][KTile::kBytes];
   alignas(1024) char v[Config::kStages][VTile::kBytes];
-  alignas(1024) char own_o[kOBytes == 0 ? 1024 : kOBytes];
+  alignas(1024) char o[OTile::kBytes];
 
   //                                       arrives (count)                     waits
-  sm90::Barrier full_q[kQStages];         // producer + TMA bytes (1)            consumers
-  sm90::Barrier empty_q[kQStages];        // consumer warps                      producer
+  sm90::Barrier full_q[Config::kQStages];         // producer + TMA bytes (1)            consumers
+  sm90::Barrier empty_q[Config::kQStages];        // consumer warps                      producer
   sm90::Barrier full_k[Config::kStages];   // producer + TMA bytes (1)          consumers
   sm90::Barrier empty_k[Config::kStages];  // consumer warps                    producer
   sm90::Barrier full_v[Config::kStages];   // producer + TMA bytes (1)          consumers
@@ -71,11 +69,9 @@ struct Shared {
 
   TileWork<Mask> work[kWorkSlots];
 
-  __device__ char* o() { return Config::kOwnOBuffer ? own_o : q[0]; }
-
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
-    for (int s = 0; s < kQStages; ++s) {
+    for (int s = 0; s < Config::kQStages; ++s) {
       full_q[s].init(1);
       empty_q[s].init(kConsumerWarps);
     }

@@ -41,6 +41,19 @@ __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   return packed;
 }
 
+// rcp.approx.ftz: 1 / x to 1 ulp. lg2.approx.ftz: log2 x to 2^-22, relative outside [0.5, 2], else absolute.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ex2.approx.ftz: 2^x to 2 ulp; 2^-inf = 0, NaN stays NaN.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -22,14 +22,14 @@ __device__ __forceinline__ void load_tile(void* shared, const TensorMap& tensor,
   }
 }
 
-// Writes kRows rows that start at `shared` (row 0 of the box in each 64-column group of Tile) to rows [row, ...) of one
-// head. Rows and columns outside the tensor are dropped. One thread calls it, after every writer's fence_async_proxy.
+// Writes the box of rows that starts at `shared` (its row 0 in each 64-column group of Tile) to rows [row, …) and columns
+// [column, column + Tile::kColumns) of one head. Rows and columns outside the tensor are dropped. One thread calls it, after every writer's fence_async_proxy.
 template <class Tile>
-__device__ __forceinline__ void store_rows(const TensorMap& tensor, const void* shared, int32_t row, int32_t head,
-                                           int32_t batch) {
+__device__ __forceinline__ void store_rows(const TensorMap& tensor, const void* shared, int32_t column, int32_t row,
+                                           int32_t head, int32_t batch) {
 #pragma unroll
   for (int group = 0; group < Tile::kGroups; ++group) {
-    const int32_t coordinates[4] = {group * kSwizzleColumns, row, head * tensor.head_step, batch * tensor.batch_step};
+    const int32_t coordinates[4] = {column + group * kSwizzleColumns, row, head * tensor.head_step, batch * tensor.batch_step};
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &tensor.map, coordinates,
                               static_cast<const char*>(shared) + group * Tile::kGroupBytes);
   }

@@ -27,7 +27,8 @@ __device__ __forceinline__ void scale_rows(float (&o)[kCount], const float (&fac
 // Writes a warp's 16 rows of O, rounded, to their place in a swizzled tile: kPass accumulators from `first` on, which fill
 // the tile's columns. first_row counts within the tile.
 template <class Element, class Tile, int kPass, int kCount>
-__device__ __forceinline__ void stage_rows(const float (&o)[kCount], int first, uint32_t tile_address, int32_t first_row) {
+__device__ __forceinline__ void stage_rows(const float (&o)[kCount], int first, uint32_t tile_address,
+                                           int32_t first_row) {
   static_assert(kPass * 2 == Tile::kColumns);
   const int32_t lane = threadIdx.x % 32;
   const uint32_t row = first_row + sm90::Matrix16x16::row(lane);

@@ -19,8 +19,8 @@ inline constexpr float kLazyGrowth = 8.0f;
 
 struct OnlineSoftmax {
   float reference[2] = {kNegativeInfinity, kNegativeInfinity};  // in the exponent's units; -inf: no visible key yet
-  float sum[2] = {0.0f, 0.0f};                                  // over this thread's columns only, until finish()
-  int32_t limit[2] = {kAlwaysOutgrown, kAlwaysOutgrown};        // bits of the S that outgrows the reference
+  float sum[2] = {0.0f, 0.0f};  // over this thread's columns only, until finish()
+  int32_t limit[2] = {kAlwaysOutgrown, kAlwaysOutgrown};  // bits of the S that outgrows the reference
 
   static constexpr int32_t kAlwaysOutgrown = INT32_MIN;
 

@@ -51,7 +51,8 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const Params& params, S& shared, int32_t warpgroup)
       : params(params), shared(shared), warpgroup(warpgroup) {
     const auto address = [](const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); };
-    q_descriptor = QOperand::descriptor(address(shared.q[0]) + warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes);
+    q_descriptor =
+        QOperand::descriptor(address(shared.q[0]) + warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes);
     k_descriptor = KOperand::descriptor(address(shared.k));
     v_descriptor = VOperand::descriptor(address(shared.v));
   }
@@ -73,9 +74,7 @@ struct Consumer {
   }
 
   // The tile at hand. NOTE: read again where it is needed rather than kept in registers through the main loop.
-  __device__ __forceinline__ const TileWork<Mask>& work() const {
-    return shared.work[S::WorkRing::stage(round)];
-  }
+  __device__ __forceinline__ const TileWork<Mask>& work() const { return shared.work[S::WorkRing::stage(round)]; }
 
   // False: there are no more tiles.
   __device__ __forceinline__ bool wait_work() {
@@ -84,9 +83,7 @@ struct Consumer {
   }
 
   // SYNC: all threads arrive, because all have read the slot.
-  __device__ __forceinline__ void finish_work() {
-    shared.empty_work[S::WorkRing::stage(round)].arrive();
-  }
+  __device__ __forceinline__ void finish_work() { shared.empty_work[S::WorkRing::stage(round)].arrive(); }
 
   // Which key blocks of the tile this warpgroup's 64 rows meet, in visit order: `front` blocks that lie right of all of
   // them, `steps` to attend to, `back` blocks left of all of them.
@@ -184,8 +181,8 @@ struct Consumer {
   // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
   __device__ __forceinline__ void mask_scores(Scores& x, int32_t first_key, const mask::Interval (&rows)[2]) {
     const int32_t end_key = first_key + Config::kBlockKv;
-    const bool cut = rows[0].begin > first_key || rows[0].end < end_key || rows[1].begin > first_key ||
-                     rows[1].end < end_key;
+    const bool cut =
+        rows[0].begin > first_key || rows[0].end < end_key || rows[1].begin > first_key || rows[1].end < end_key;
     if (__any_sync(~0u, cut)) attn::apply_intervals(x.s, rows, first_key, thread());
   }
 

@@ -57,7 +57,8 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
                                                     p.dtype, "k");
   params.v = sm90::make_tile_map<typename S::VTile>(addressable(p.v), {p.batch, p.heads_kv, p.len_kv, p.head_dim_v},
                                                     p.dtype, "v");
-  params.out = sm90::make_tensor_map(p.out, {p.batch, p.heads_q, p.len_q, p.head_dim_v}, p.dtype, sm90::kWarpRows, "out");
+  params.out =
+      sm90::make_tensor_map(p.out, {p.batch, p.heads_q, p.len_q, p.head_dim_v}, p.dtype, sm90::kWarpRows, "out");
   params.q_rows = p.q;
   params.k_rows = p.k;
   params.v_rows = p.v;
@@ -85,11 +86,11 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
 
   // The workspace is set in stream order: by the plan, else by a memset.
   if constexpr (Mask::kPlanned) {
-    const sched::PlanParams<Mask> plan = {params.mask,     max_of(grid.plan_batches, 1), grid.row_blocks,
-                                          Config::kBlockQ, Config::kBlockKv,             p.len_q,
-                                          ceil_div(p.len_kv, Config::kBlockKv)};
-    sched::plan_kernel<Mask><<<1, sched::kPlanThreads, 0, stream>>>(
-        plan, static_cast<int32_t*>(workspace), const_cast<sched::PlanEntry<Mask>*>(params.plan));
+    const sched::PlanParams<Mask> plan = {
+        params.mask, max_of(grid.plan_batches, 1),        grid.row_blocks, Config::kBlockQ, Config::kBlockKv,
+        p.len_q,     ceil_div(p.len_kv, Config::kBlockKv)};
+    sched::plan_kernel<Mask><<<1, sched::kPlanThreads, 0, stream>>>(plan, static_cast<int32_t*>(workspace),
+                                                                    const_cast<sched::PlanEntry<Mask>*>(params.plan));
     FLASHMSA_CHECK_CUDA(cudaGetLastError());
   } else if (grid.counter) {
     FLASHMSA_CHECK_CUDA(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));

@@ -16,9 +16,7 @@ struct Causal {
   };
   struct Block {};
 
-  static Params make_params(const AttentionParams& p) {
-    return {p.mask.top_left ? 0 : p.len_kv - p.len_q, p.len_kv};
-  }
+  static Params make_params(const AttentionParams& p) { return {p.mask.top_left ? 0 : p.len_kv - p.len_q, p.len_kv}; }
 
   static FLASHMSA_HD Block block(const Params&, int32_t /*batch*/, int32_t /*first_row*/, int32_t /*last_row*/) {
     return {};

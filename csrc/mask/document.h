@@ -14,12 +14,12 @@ struct Document {
   static constexpr bool kPlanned = true;
 
   struct Params {
-    const int32_t* q_offsets;   // (num_documents + 1), or (batch, num_documents + 1)
+    const int32_t* q_offsets;  // (num_documents + 1), or (batch, num_documents + 1)
     const int32_t* kv_offsets;  // the same shape
     int32_t num_documents;
-    int64_t offsets_stride;     // elements between two batches; 0: shared
+    int64_t offsets_stride;  // elements between two batches; 0: shared
     int32_t len_kv;
-    bool causal;                // aligned at each document's end
+    bool causal;  // aligned at each document's end
   };
 
   // The documents that the rows of a block lie in: [doc_begin, doc_end). `batch` selects the offsets.

@@ -18,12 +18,10 @@ namespace flashmsa::mask {
 
 struct Interval {
   int32_t begin;  // first allowed key
-  int32_t end;    // one past the last allowed key; begin == end: no key
+  int32_t end;  // one past the last allowed key; begin == end: no key
 };
 
-FLASHMSA_HD bool contains(Interval interval, int32_t key) {
-  return key >= interval.begin && key < interval.end;
-}
+FLASHMSA_HD bool contains(Interval interval, int32_t key) { return key >= interval.begin && key < interval.end; }
 
 enum class TileClass { kSkip, kPartial, kFull };
 

@@ -31,15 +31,17 @@ __device__ __forceinline__ PlanEntry<Mask> make_entry(const PlanParams<Mask>& p,
 // Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. Entries are made twice rather
 // than stored twice. Which of two equal blocks comes first is left to the atomics: no result depends on it.
 template <class Mask>
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams<Mask> p, int32_t* tile_counter,
-                                                            PlanEntry<Mask>* plan) {
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_kernel(const PlanParams<Mask> p, int32_t* tile_counter, PlanEntry<Mask>* plan) {
   static_assert(kPlanBuckets == kPlanThreads, "one thread scans one bucket");
   __shared__ int32_t bucket_start[kPlanBuckets];
   __shared__ int32_t warp_sums[kPlanThreads / 32];
   const int32_t thread = threadIdx.x;
   const int32_t entries = p.batches * p.row_blocks;
   const int32_t shift = bucket_shift(p.max_tiles);
-  const auto bucket_of = [&](const PlanEntry<Mask>& entry) { return kPlanBuckets - 1 - (entry.tiles.count() >> shift); };
+  const auto bucket_of = [&](const PlanEntry<Mask>& entry) {
+    return kPlanBuckets - 1 - (entry.tiles.count() >> shift);
+  };
 
   if (thread == 0) *tile_counter = 0;
   bucket_start[thread] = 0;

@@ -17,7 +17,8 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared_ad
 }
 
 // stmatrix.x4: the inverse of ldmatrix_x4.
-__device__ __forceinline__ void stmatrix_x4(uint32_t shared_address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared_address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address), "r"(r0),
                "r"(r1), "r"(r2), "r"(r3)
                : "memory");

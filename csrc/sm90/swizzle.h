@@ -7,7 +7,7 @@
 
 namespace flashmsa::sm90 {
 
-inline constexpr int kSwizzleColumns = 64;   // 2-byte elements in one 128-byte row of the pattern
+inline constexpr int kSwizzleColumns = 64;  // 2-byte elements in one 128-byte row of the pattern
 inline constexpr int kSwizzleRowBytes = 128;
 inline constexpr int kSwizzleAtomBytes = 1024;  // 8 rows: the pattern's period and the alignment of a tile
 

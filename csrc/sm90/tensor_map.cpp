@@ -16,8 +16,9 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
     const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || entry == nullptr) {
-      throw std::runtime_error("flashmsa: the CUDA driver has no cuTensorMapEncodeTiled (it needs version 12.0 or newer): " +
-                               std::string(cudaGetErrorString(error)));
+      throw std::runtime_error(
+          "flashmsa: the CUDA driver has no cuTensorMapEncodeTiled (it needs version 12.0 or newer): " +
+          std::string(cudaGetErrorString(error)));
     }
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
@@ -26,7 +27,8 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 
 }  // namespace
 
-TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows, const char* name) {
+TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows,
+                          const char* name) {
   constexpr uint32_t kRank = 4;
   constexpr int64_t kElementBytes = 2;
   TensorMap result;
@@ -54,10 +56,10 @@ TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dt
   if (status != CUDA_SUCCESS) {
     std::ostringstream text;
     text << "flashmsa: cuTensorMapEncodeTiled refused the map of " << name << " (CUresult " << status << "): address "
-         << tensor.data << ", type " << (dtype == DType::kF16 ? "fp16" : "bf16") << ", dims (head_dim, length, heads, batch) "
-         << dims[0] << " x " << dims[1] << " x " << dims[2] << " x " << dims[3] << ", byte strides (length, heads, batch) "
-         << strides[0] << ", " << strides[1] << ", " << strides[2] << ", box " << box[0] << " x " << box[1]
-         << ", swizzle 128 B";
+         << tensor.data << ", type " << (dtype == DType::kF16 ? "fp16" : "bf16")
+         << ", dims (head_dim, length, heads, batch) " << dims[0] << " x " << dims[1] << " x " << dims[2] << " x "
+         << dims[3] << ", byte strides (length, heads, batch) " << strides[0] << ", " << strides[1] << ", "
+         << strides[2] << ", box " << box[0] << " x " << box[1] << ", swizzle 128 B";
     throw std::runtime_error(text.str());
   }
   return result;

@@ -24,7 +24,8 @@ struct TensorExtent {
 
 // A box is kBoxRows rows of one head by 64 columns, swizzled by 128 bytes. Rows past the length and columns past head_dim
 // read as zero and are not written. Throws std::runtime_error that prints every field when the driver refuses.
-TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows, const char* name);
+TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows,
+                          const char* name);
 
 template <class Tile>
 TensorMap make_tile_map(const TensorRef& tensor, TensorExtent extent, DType dtype, const char* name) {

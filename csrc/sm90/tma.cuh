@@ -18,7 +18,8 @@ __device__ __forceinline__ void load_tile(void* shared, const TensorMap& tensor,
   for (int group = 0; group < Tile::kGroups; ++group) {
     const int32_t coordinates[4] = {group * kSwizzleColumns, row, head * tensor.head_step, batch * tensor.batch_step};
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
-                              static_cast<char*>(shared) + group * Tile::kGroupBytes, &tensor.map, coordinates, &full.word);
+                              static_cast<char*>(shared) + group * Tile::kGroupBytes, &tensor.map, coordinates,
+                              &full.word);
   }
 }
 
@@ -29,7 +30,8 @@ __device__ __forceinline__ void store_rows(const TensorMap& tensor, const void* 
                                            int32_t head, int32_t batch) {
 #pragma unroll
   for (int group = 0; group < Tile::kGroups; ++group) {
-    const int32_t coordinates[4] = {column + group * kSwizzleColumns, row, head * tensor.head_step, batch * tensor.batch_step};
+    const int32_t coordinates[4] = {column + group * kSwizzleColumns, row, head * tensor.head_step,
+                                    batch * tensor.batch_step};
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &tensor.map, coordinates,
                               static_cast<const char*>(shared) + group * Tile::kGroupBytes);
   }

@@ -16,10 +16,11 @@ namespace flashmsa::sm90 {
 // ---- Descriptors of shared-memory operands (PTX ISA, "Matrix-descriptor"): swizzle 128 B ----------------------------
 
 // Both strides in bytes. The address is that of the first element; tiles are aligned to 1024 bytes.
-__device__ __forceinline__ uint64_t make_descriptor(uint32_t shared_address, uint32_t leading_bytes, uint32_t stride_bytes) {
+__device__ __forceinline__ uint64_t make_descriptor(uint32_t shared_address, uint32_t leading_bytes,
+                                                    uint32_t stride_bytes) {
   constexpr uint64_t kSwizzle128B = uint64_t{1} << 62;
-  return kSwizzle128B | (uint64_t{(stride_bytes & 0x3FFFF) >> 4} << 32) | (uint64_t{(leading_bytes & 0x3FFFF) >> 4} << 16) |
-         ((shared_address & 0x3FFFF) >> 4);
+  return kSwizzle128B | (uint64_t{(stride_bytes & 0x3FFFF) >> 4} << 32) |
+         (uint64_t{(leading_bytes & 0x3FFFF) >> 4} << 16) | ((shared_address & 0x3FFFF) >> 4);
 }
 
 // A descriptor moves through its tile by addition: its low bits are the address over 16.
@@ -44,7 +45,9 @@ struct MnMajor {
     return make_descriptor(shared_address, Tile::kGroupBytes, kSwizzleAtomBytes);
   }
   // To rows [16 * k, 16 * k + 16).
-  static __device__ __forceinline__ constexpr uint64_t step(int k) { return descriptor_step(k * 16 * kSwizzleRowBytes); }
+  static __device__ __forceinline__ constexpr uint64_t step(int k) {
+    return descriptor_step(k * 16 * kSwizzleRowBytes);
+  }
 };
 
 // ---- Ordering -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,542 @@
+// The parts of the softmax that a thread does with its accumulators: masking, online softmax, rows one by one.
+#include "attn/masking.cuh"
+#include "attn/slow_rows.cuh"
+#include "attn/softmax.cuh"
+#include "gpu_test.cuh"
+#include "mask/interval.h"
+#include "sm90/fragment.h"
+
+namespace flashmsa::test {
+namespace {
+
+using attn::OnlineSoftmax;
+using mask::Interval;
+using sm90::Accumulator;
+using sm90::OperandA;
+
+constexpr double kLn2 = 0.69314718055994530942;
+constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+// ---- apply_intervals ------------------------------------------------------------------------------------------------------
+
+// Block i: 64 rows against the tile whose first key is first_keys[i].
+template <int kCount>
+__global__ void mask_kernel(float* s, const Interval* rows, const int32_t* first_keys) {
+  float mine[kCount];
+  float* at = s + (blockIdx.x * 128 + threadIdx.x) * kCount;
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) mine[e] = at[e];
+  const Interval* first = rows + blockIdx.x * 64 + Accumulator::first_row(threadIdx.x);
+  const Interval two[2] = {first[0], first[8]};
+  attn::apply_intervals(mine, two, first_keys[blockIdx.x], threadIdx.x);
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) at[e] = mine[e];
+}
+
+// Empty, whole, one key, an edge inside the tile, both, and far away; in any order.
+Interval random_interval(Random& random, int32_t first_key, int32_t keys) {
+  const int32_t length = first_key + keys + random.between(0, 200);
+  const int32_t a = std::max(first_key + random.between(-5, keys + 5), 0);
+  const int32_t b = std::max(first_key + random.between(-5, keys + 5), 0);
+  switch (random.between(0, 6)) {
+    case 0:
+      return {a, a};
+    case 1:
+      return {0, length};
+    case 2:
+      return {a, a + 1};
+    case 3:
+      return {0, a};
+    case 4:
+      return {a, std::max(a, length)};
+    case 5:
+      return {first_key, first_key + keys};
+    default:
+      return {std::min(a, b), std::max(a, b)};
+  }
+}
+
+template <int kCount>
+void check_apply_intervals(Random& random) {
+  constexpr int kBlocks = 60, kKeys = 2 * kCount;
+  std::vector<float> s(kBlocks * 128 * kCount);
+  for (float& x : s)
+    x = random.between(0, 9) == 0 ? random.pick({kNaN, kInfinity, -kInfinity}) : float(random.normal());
+  std::vector<Interval> rows;
+  std::vector<int32_t> first_keys;
+  for (int block = 0; block < kBlocks; ++block) {
+    first_keys.push_back(random.pick({0, kKeys, 7 * kKeys, (1 << 30) / kKeys * kKeys}));
+    for (int row = 0; row < 64; ++row) rows.push_back(random_interval(random, first_keys.back(), kKeys));
+  }
+  DeviceArray<float> device(s);
+  DeviceArray<Interval> device_rows(rows);
+  DeviceArray<int32_t> device_keys(first_keys);
+  launch(mask_kernel<kCount>, kBlocks, 128, 0, device.data(), device_rows.data(), device_keys.data());
+  const std::vector<float> found = device.read();
+  for (int i = 0; i < kBlocks * 128 * kCount; ++i) {
+    const int block = i / kCount / 128, thread = i / kCount % 128, e = i % kCount;
+    const Interval row = rows[block * 64 + Accumulator::row(thread, e)];
+    const int32_t key = first_keys[block] + Accumulator::column(thread, e);
+    const float wanted = key >= row.begin && key < row.end ? s[i] : -kInfinity;
+    EXPECT(std::bit_cast<uint32_t>(found[i]) == std::bit_cast<uint32_t>(wanted),
+           "key %d, interval [%d, %d): %g, not %g", key, row.begin, row.end, found[i], wanted);
+  }
+}
+
+GPU_TEST(apply_intervals) {
+  check_apply_intervals<32>(random);
+  check_apply_intervals<64>(random);
+}
+
+// ---- OnlineSoftmax --------------------------------------------------------------------------------------------------------
+
+constexpr int kCount = 64;  // 128 keys a block
+constexpr int kKeys = 2 * kCount;
+constexpr int kKeyBlocks = 6;
+
+// A grid block is 64 rows; per key block and thread: P, the factors (1 where the reference stayed), whether it was raised.
+struct SoftmaxOut {
+  uint32_t* p;      // [block][key block][thread][kCount / 2]
+  float* factor;    // [block][key block][thread][2]
+  int32_t* raised;  // [block][key block][thread]
+  float* inverse;   // [block][thread][2]
+  float* lse;       // [block][thread][2]
+};
+
+template <class Element>
+__global__ void __launch_bounds__(128)
+    softmax_kernel(const float* s, float scale_log2, float inverse_scale_log2, SoftmaxOut out) {
+  OnlineSoftmax softmax;
+#pragma unroll 1
+  for (int block = 0; block < kKeyBlocks; ++block) {
+    const int64_t i = (blockIdx.x * kKeyBlocks + block) * 128 + threadIdx.x;
+    float x[kCount];
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) x[e] = s[i * kCount + e];
+    float factor[2] = {1.0f, 1.0f};
+    const bool raise = block == 0 || softmax.outgrown(x);
+    if (raise) softmax.raise(x, scale_log2, inverse_scale_log2, factor);
+    uint32_t p[kCount / 8][4];
+    softmax.exponentiate<Element>(x, p, scale_log2);
+    out.raised[i] = raise;
+    for (int slot = 0; slot < 2; ++slot) out.factor[2 * i + slot] = factor[slot];
+#pragma unroll
+    for (int r = 0; r < kCount / 2; ++r) out.p[i * (kCount / 2) + r] = p[r / 4][r % 4];
+  }
+  float inverse[2], lse[2];
+  softmax.finish(inverse, lse);
+  for (int slot = 0; slot < 2; ++slot) {
+    out.inverse[2 * (blockIdx.x * 128 + threadIdx.x) + slot] = inverse[slot];
+    out.lse[2 * (blockIdx.x * 128 + threadIdx.x) + slot] = lse[slot];
+  }
+}
+
+// One row as the threads that share it saw it.
+struct SoftmaxRow {
+  std::vector<double> s;                   // [key]
+  std::vector<double> p;                   // [key], rounded
+  std::vector<std::vector<float>> factor;  // [key block][thread of four]
+  std::vector<bool> raised;                // [key block]
+  std::vector<float> inverse, lse;         // [thread of four]
+};
+
+template <class Element>
+class SoftmaxRun {
+ public:
+  // rows: [row][key]; 64 rows a grid block.
+  SoftmaxRun(const std::vector<std::vector<float>>& rows, float scale_log2) : rows_(rows) {
+    const int blocks = static_cast<int>(rows.size()) / 64;
+    const int per_block = kKeyBlocks * 128;
+    std::vector<float> s(size_t(blocks) * per_block * kCount);
+    for (size_t i = 0; i < s.size(); ++i) s[i] = rows[row_of(i / kCount, i % kCount)][key_of(i / kCount, i % kCount)];
+    DeviceArray<float> device(s), factor(blocks * per_block * 2), inverse(blocks * 256), lse(blocks * 256);
+    DeviceArray<uint32_t> p(s.size() / 2);
+    DeviceArray<int32_t> raised(blocks * per_block);
+    launch(softmax_kernel<Element>, blocks, 128, 0, device.data(), scale_log2, 1.0f / scale_log2,
+           SoftmaxOut{p.data(), factor.data(), raised.data(), inverse.data(), lse.data()});
+    p_ = p.read();
+    factor_ = factor.read();
+    raised_ = raised.read();
+    inverse_ = inverse.read();
+    lse_ = lse.read();
+  }
+
+  SoftmaxRow row(int row) const {
+    SoftmaxRow result;
+    const int slot = row % 16 / 8, first_thread = row % 64 / 16 * 32 + row % 8 * 4;
+    for (const float x : rows_[row]) result.s.push_back(x);
+    result.p.resize(kKeyBlocks * kKeys);
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      result.factor.emplace_back();
+      for (int thread = first_thread; thread < first_thread + 4; ++thread) {
+        const size_t i = (size_t(row / 64) * kKeyBlocks + block) * 128 + thread;
+        result.factor.back().push_back(factor_[2 * i + slot]);
+        if (thread == first_thread) result.raised.push_back(raised_[i] != 0);
+        EXPECT((raised_[i] != 0) == (raised_[i - thread % 32] != 0), "row %d: the warp disagrees", row);
+        for (int x = 0; x < kCount; ++x) {  // half x % 2 of register x / 2
+          if (OperandA::row(thread, x / 2 % 4) != row % 64) continue;
+          const int key = block * kKeys + x / 8 * 16 + OperandA::column(thread, x / 2 % 4, x % 2);
+          result.p[key] = decode<Element>(static_cast<uint16_t>(p_[i * (kCount / 2) + x / 2] >> 16 * (x % 2)));
+        }
+      }
+    }
+    for (int thread = first_thread; thread < first_thread + 4; ++thread) {
+      result.inverse.push_back(inverse_[2 * (row / 64 * 128 + thread) + slot]);
+      result.lse.push_back(lse_[2 * (row / 64 * 128 + thread) + slot]);
+    }
+    return result;
+  }
+
+ private:
+  // Of the thread's element e in call `i` (grid block, key block, thread).
+  static int row_of(size_t i, int e) {
+    return static_cast<int>(i / 128 / kKeyBlocks) * 64 + Accumulator::row(i % 128, e);
+  }
+  static int key_of(size_t i, int e) {
+    return static_cast<int>(i / 128 % kKeyBlocks) * kKeys + Accumulator::column(i % 128, e);
+  }
+
+  std::vector<std::vector<float>> rows_;
+  std::vector<uint32_t> p_;
+  std::vector<float> factor_, inverse_, lse_;
+  std::vector<int32_t> raised_;
+};
+
+// The row's weights and lse in float64 (base 2: S * scale_log2 is exact there).
+struct ExactRow {
+  std::vector<double> weight;
+  double lse = kMinusInfinity;
+};
+
+ExactRow exact_softmax(const std::vector<double>& s, double scale_log2) {
+  ExactRow exact;
+  double maximum = kMinusInfinity, sum = 0;
+  for (const double x : s) maximum = std::max(maximum, x * scale_log2);
+  exact.weight.assign(s.size(), 0.0);
+  if (maximum == kMinusInfinity) return exact;
+  for (size_t j = 0; j < s.size(); ++j) sum += exact.weight[j] = std::exp2(s[j] * scale_log2 - maximum);
+  for (double& w : exact.weight) w /= sum;
+  exact.lse = (maximum + std::log2(sum)) * kLn2;
+  return exact;
+}
+
+// A weight is its P times the factors of later key blocks times 1 / l. Its error: P is rounded to the format, on the scale
+// of the final reference or a finer one (l >= 1); the rest is fp32, a hundred sums at most.
+template <class Element>
+void expect_row(const char* kind, int index, const SoftmaxRow& row, double scale_log2) {
+  const ExactRow exact = exact_softmax(row.s, scale_log2);
+  for (int thread = 1; thread < 4; ++thread) {
+    EXPECT(row.lse[thread] == row.lse[0] && row.inverse[thread] == row.inverse[0], "%s, row %d: threads differ", kind,
+           index);
+  }
+  if (exact.lse == kMinusInfinity) {
+    EXPECT(row.lse[0] == -kInfinity && row.inverse[0] == 0.0f, "%s, row %d: lse %g, 1 / l %g", kind, index, row.lse[0],
+           row.inverse[0]);
+  } else {
+    EXPECT(std::fabs(row.lse[0] - exact.lse) <= 1e-5 * std::max(1.0, std::fabs(exact.lse)),
+           "%s, row %d: lse %.9g, not %.9g", kind, index, row.lse[0], exact.lse);
+  }
+  // P stays below 2^8. The bound on S that says so is wrong by three roundings of fp32.
+  double largest = 0;
+  for (const double x : row.s) largest = std::max(largest, std::isinf(x) ? 0.0 : std::fabs(x * scale_log2));
+  const double p_bound = std::exp2(attn::kLazyGrowth + largest * 0x1p-21) * (1 + kRoundoff<Element> + 1e-5);
+  double later = row.inverse[0];
+  for (int block = kKeyBlocks - 1; block >= 0; --block) {
+    for (int key = block * kKeys; key < (block + 1) * kKeys; ++key) {
+      const double weight = row.p[key] * later, wanted = exact.weight[key];
+      EXPECT(row.p[key] <= p_bound, "%s, row %d, key %d: P = %g outgrew the reference", kind, index, key, row.p[key]);
+      EXPECT(std::fabs(weight - wanted) <= (kRoundoff<Element> + 1e-5) * wanted + smallest<Element>() + 0x1p-100,
+             "%s, row %d, key %d: weight %.9g, not %.9g", kind, index, key, weight, wanted);
+    }
+    for (const float factor : row.factor[block]) {
+      EXPECT(factor == row.factor[block][0] && factor <= 1.0f, "%s, row %d, key block %d: factor %g", kind, index,
+             block, factor);
+    }
+    later *= row.factor[block][0];
+  }
+}
+
+// ---- Kinds of rows: S of a key. `unit` is one step of the exponent. ----
+
+struct RowKind {
+  const char* name;
+  float (*value)(Random& random, int key, float unit);
+};
+
+float any(Random& random, float unit) { return unit * 3 * static_cast<float>(random.normal()); }
+
+const RowKind kFiniteKinds[] = {
+    {"normal", [](Random& random, int, float unit) { return any(random, unit); }},
+    {"all -inf", [](Random&, int, float) { return -kInfinity; }},
+    {"-inf at first", [](Random& random, int key, float unit) { return key < 300 ? -kInfinity : any(random, unit); }},
+    {"-inf at last", [](Random& random, int key, float unit) { return key > 100 ? -kInfinity : any(random, unit); }},
+    {"mostly -inf",
+     [](Random& random, int, float unit) { return random.between(0, 40) == 0 ? any(random, unit) : -kInfinity; }},
+    {"growing slowly",
+     [](Random& random, int key, float unit) { return any(random, unit) + 3 * unit * (key / kKeys); }},
+    {"growing within", [](Random&, int key, float unit) { return 7.9f * unit * key / (kKeyBlocks * kKeys); }},
+    {"growing fast",
+     [](Random& random, int key, float unit) { return any(random, unit) + 150 * unit * (key / kKeys); }},
+    {"from far below",
+     [](Random& random, int key, float unit) { return any(random, unit) - 300 * unit * (kKeyBlocks - key / kKeys); }},
+    {"falling", [](Random& random, int key, float unit) { return any(random, unit) - 100 * unit * (key / kKeys); }},
+    {"about -120", [](Random& random, int, float unit) { return any(random, unit) - 120 * unit; }},
+    {"all -6e4", [](Random&, int, float) { return -6e4f; }},
+    {"all 6e4", [](Random&, int, float) { return 6e4f; }},
+    {"all 0", [](Random&, int, float) { return 0.0f; }},
+    {"all -0", [](Random&, int, float) { return -0.0f; }},
+    {"one 1e4 above",
+     [](Random& random, int key, float unit) { return any(random, unit) + (key == 517 ? 1e4f : 0.0f); }},
+    {"1e4 up and down", [](Random& random, int, float) { return 1e4f * static_cast<float>(random.normal()); }},
+    {"denormal", [](Random& random, int, float) { return 1e-40f * static_cast<float>(random.normal()); }},
+};
+
+// Rows of 64: one kind a grid block, then all kinds mixed, as each kind makes its warp raise at other times.
+template <class Element>
+void check_softmax(Random& random, float scale_log2) {
+  std::vector<std::vector<float>> rows;
+  std::vector<const RowKind*> kinds;
+  const int count = static_cast<int>(std::size(kFiniteKinds));
+  for (int row = 0; row < 64 * (count + 3); ++row) {
+    kinds.push_back(&kFiniteKinds[row / 64 < count ? row / 64 : random.between(0, count - 1)]);
+    std::vector<float> s;
+    for (int key = 0; key < kKeyBlocks * kKeys; ++key) s.push_back(kinds.back()->value(random, key, 1 / scale_log2));
+    rows.push_back(std::move(s));
+  }
+  const SoftmaxRun<Element> run(rows, scale_log2);
+  for (size_t row = 0; row < rows.size(); ++row) {
+    expect_row<Element>(kinds[row]->name, static_cast<int>(row), run.row(static_cast<int>(row)), scale_log2);
+  }
+}
+
+// Scales of head dims 8, 64 and 256, and one far from them.
+GPU_TEST(softmax_bf16) {
+  for (const float scale : {0.354f, 0.125f, 0.0625f, 5.0f}) check_softmax<__nv_bfloat16>(random, scale * 1.4427f);
+}
+GPU_TEST(softmax_fp16) {
+  for (const float scale : {0.354f, 0.125f, 0.0625f, 5.0f}) check_softmax<__half>(random, scale * 1.4427f);
+}
+
+// The reference stays where the maximum grows by less than 2^8, and follows where it grows by more.
+GPU_TEST(softmax_raises_late) {
+  constexpr float kScaleLog2 = 0.18f;
+  std::vector<std::vector<float>> rows(128, std::vector<float>(kKeyBlocks * kKeys));
+  for (int row = 0; row < 128; ++row) {
+    for (int key = 0; key < kKeyBlocks * kKeys; ++key) {
+      rows[row][key] = static_cast<float>(random.uniform() - 3) / kScaleLog2;  // maximum about -2
+    }
+    rows[row][5] = 0.0f;  // the first reference
+    rows[row][2 * kKeys + random.between(0, kKeys - 1)] = 7.9f / kScaleLog2;
+    if (row == 64 + 21) rows[row][3 * kKeys + random.between(0, kKeys - 1)] = 8.1f / kScaleLog2;
+  }
+  const SoftmaxRun<__nv_bfloat16> run(rows, kScaleLog2);
+  for (int row = 0; row < 128; ++row) {
+    const SoftmaxRow found = run.row(row);
+    expect_row<__nv_bfloat16>("late", row, found, kScaleLog2);
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      const bool wanted = block == 0 || (block == 3 && row / 16 == (64 + 21) / 16);  // the whole warp follows
+      EXPECT(found.raised[block] == wanted, "row %d, key block %d: raised %d", row, block, int(found.raised[block]));
+    }
+  }
+}
+
+// A NaN, or an inf that makes inf - inf, spoils its own row: l and lse are NaN. Its warp's other rows stay right.
+GPU_TEST(softmax_nonfinite) {
+  constexpr float kScaleLog2 = 0.18f;
+  std::vector<std::vector<float>> rows;
+  for (int row = 0; row < 64 * 4; ++row) {
+    std::vector<float> s;
+    for (int key = 0; key < kKeyBlocks * kKeys; ++key)
+      s.push_back(kFiniteKinds[row / 64 * 2].value(random, key, 1 / kScaleLog2));
+    if (row % 3 == 0) s[random.between(0, kKeyBlocks * kKeys - 1)] = random.pick({kNaN, -kNaN, kInfinity});
+    rows.push_back(std::move(s));
+  }
+  const SoftmaxRun<__half> run(rows, kScaleLog2);
+  for (int row = 0; row < 64 * 4; ++row) {
+    const SoftmaxRow found = run.row(row);
+    if (row % 3 == 0) {
+      EXPECT(std::isnan(found.inverse[0]) && std::isnan(found.lse[0]), "row %d: 1 / l %g, lse %g", row,
+             found.inverse[0], found.lse[0]);
+    } else {
+      expect_row<__half>("beside NaN", row, found, kScaleLog2);
+    }
+  }
+}
+
+// ---- slow_row ---------------------------------------------------------------------------------------------------------------
+
+// A block is one warp and does one row.
+template <class Element>
+__global__ void __launch_bounds__(32)
+    slow_kernel(TensorRef q, TensorRef k, TensorRef v, TensorRef out, int32_t head_dim, int32_t head_dim_v,
+                const Interval* keys, float scale_log2, float* lse) {
+  const int32_t row = blockIdx.x;
+  const float result =
+      attn::slow_row<Element>(attn::row_of<Element>(q, 1, 1, row), attn::row_of<Element>(k, 1, 1, 0), k.stride_seq,
+                              attn::row_of<Element>(v, 1, 1, 0), v.stride_seq, attn::row_of<Element>(out, 1, 1, row),
+                              head_dim, head_dim_v, keys[row], scale_log2);
+  lse[row * 32 + threadIdx.x] = result;
+}
+
+// Head 1 of batch 1, rows apart by more than their columns; all that is not of this head is NaN.
+template <class Element>
+struct HeadRows {
+  int32_t length, columns;
+  int64_t stride;
+  std::vector<uint16_t> bits;
+
+  HeadRows(Random& random, int32_t length, int32_t columns)
+      : length(length), columns(columns), stride(columns + 8), bits(4 * length * stride, 0xFFFF) {
+    for (int32_t row = 0; row < length; ++row) {
+      for (int32_t column = 0; column < columns; ++column) at(row, column) = encode<Element>(random.normal());
+    }
+  }
+  uint16_t& at(int32_t row, int32_t column) { return bits[(3 * length + row) * stride + column]; }
+  double value(int32_t row, int32_t column) const {
+    return decode<Element>(bits[(3 * length + row) * stride + column]);
+  }
+  TensorRef ref(uint16_t* data) const { return {data, 2 * length * stride, length * stride, stride}; }
+};
+
+template <class Element>
+struct SlowCase {
+  static constexpr int32_t kRows = 48, kLength = 150;
+  HeadRows<Element> q, k, v;
+  std::vector<Interval> keys;
+  float scale_log2;
+
+  // Nothing is finite in keys 20 ... 22 of K, 60 ... 63 of V in some columns, 100 of both. Keys 130 on have -inf logits for
+  // rows that multiply them by more than 0: q's first column is positive.
+  SlowCase(Random& random, int32_t head_dim, int32_t head_dim_v)
+      : q(random, kRows, head_dim),
+        k(random, kLength, head_dim),
+        v(random, kLength, head_dim_v),
+        scale_log2(static_cast<float>(1.4427 / std::sqrt(head_dim))) {
+    const auto bad = [&] { return encode<Element>(random.pick({kNaN, kInfinity, -kInfinity})); };
+    for (const int32_t key : {20, 21, 22, 100}) k.at(key, random.between(0, head_dim - 1)) = encode<Element>(kNaN);
+    for (const int32_t key : {60, 61, 62, 63, 100}) v.at(key, random.between(0, head_dim_v - 1)) = bad();
+    for (int32_t key = 130; key < kLength; ++key) k.at(key, 0) = encode<Element>(-kInfinity);
+    for (int32_t row = 0; row < kRows; ++row) {
+      q.at(row, 0) &= 0x7FFF;
+      if (q.at(row, 0) == 0) q.at(row, 0) = encode<Element>(1.0);
+    }
+    // Empty, one key, between the bad ones, over some of them, all keys, only -inf logits.
+    keys = {{0, 0},         {20, 20},       {kLength, kLength}, {0, 1},   {60, 61}, {100, 101}, {23, 60},
+            {0, 20},        {64, 100},      {101, 130},         {23, 64}, {0, 23},  {23, 101},  {0, kLength},
+            {130, kLength}, {120, kLength}, {131, 132},         {23, 55}, {23, 56}};
+    while (keys.size() < kRows) {
+      const int32_t a = random.between(0, kLength), b = random.between(0, kLength);
+      keys.push_back({std::min(a, b), std::max(a, b)});
+    }
+  }
+};
+
+// What fp32 may do to a row: a dot product of d terms, n weights, n products. `spread` is the sum of |q k| * scale.
+double fp32_error(int32_t d, int32_t n, double spread) { return 0x1p-24 * (2 * (d + 2) * spread + n + 8); }
+
+template <class Element>
+void expect_slow_row(const SlowCase<Element>& c, int32_t row, const std::vector<uint16_t>& out, float lse) {
+  const auto [begin, end] = c.keys[row];
+  const int32_t d = c.q.columns, d_v = c.v.columns;
+  std::vector<double> s;
+  double spread = 0;
+  for (int32_t key = begin; key < end; ++key) {
+    double dot = 0, size = 0;
+    for (int32_t column = 0; column < d; ++column) {
+      dot += c.q.value(row, column) * c.k.value(key, column);
+      size += std::fabs(c.q.value(row, column) * c.k.value(key, column));
+    }
+    s.push_back(dot);
+    if (std::isfinite(size)) spread = std::max(spread, size * c.scale_log2 * kLn2);
+  }
+  const bool spoilt = std::any_of(s.begin(), s.end(), [](double x) { return std::isnan(x); });
+  const ExactRow exact = exact_softmax(s, c.scale_log2);
+  if (spoilt) {
+    EXPECT(std::isnan(lse), "row %d, keys [%d, %d): lse %g, not NaN", row, begin, end, lse);
+  } else if (exact.lse == kMinusInfinity) {
+    EXPECT(lse == -kInfinity, "row %d, keys [%d, %d): lse %g, not -inf", row, begin, end, lse);
+  } else {
+    EXPECT(std::fabs(lse - exact.lse) <= 1e-5 * std::max(1.0, std::fabs(exact.lse)),
+           "row %d, keys [%d, %d): lse %.9g, not %.9g", row, begin, end, lse, exact.lse);
+  }
+  for (int32_t column = 0; column < d_v; ++column) {
+    double wanted = spoilt ? kNaN : 0.0, size = 0;
+    for (int32_t key = begin; key < end; ++key) {
+      wanted += exact.weight[key - begin] * c.v.value(key, column);
+      size += std::fabs(exact.weight[key - begin] * c.v.value(key, column));
+    }
+    const double found = decode<Element>(out[row * (d_v + 8) + column]);
+    const double allowed = fp32_error(d, end - begin, spread) * size + kRoundoff<Element> * std::fabs(wanted) * 1.001 +
+                           smallest<Element>();
+    const bool good = std::isnan(wanted)   ? std::isnan(found)
+                      : std::isinf(wanted) ? found == wanted
+                                           : std::fabs(found - wanted) <= allowed;
+    EXPECT(good, "row %d, keys [%d, %d), head dims %d and %d, column %d: %.9g, not %.9g +- %.3g", row, begin, end, d,
+           d_v, column, found, wanted, allowed);
+  }
+  for (int32_t column = d_v; column < d_v + 8; ++column) {
+    EXPECT(out[row * (d_v + 8) + column] == 0xFFFF, "row %d: wrote past its columns, at %d", row, column);
+  }
+}
+
+template <class Element>
+void check_slow_row(Random& random, int32_t head_dim, int32_t head_dim_v) {
+  const SlowCase<Element> c(random, head_dim, head_dim_v);
+  const DeviceArray<uint16_t> q(c.q.bits), k(c.k.bits), v(c.v.bits);
+  const int64_t stride = head_dim_v + 8, rows = c.kRows * stride;
+  const DeviceArray<uint16_t> out(4 * rows);
+  const DeviceArray<Interval> keys(c.keys);
+  const DeviceArray<float> lse(c.kRows * 32);
+  launch(slow_kernel<Element>, c.kRows, 32, 0, c.q.ref(q.data()), c.k.ref(k.data()), c.v.ref(v.data()),
+         TensorRef{out.data(), 2 * rows, rows, stride}, head_dim, head_dim_v, keys.data(), c.scale_log2, lse.data());
+  const std::vector<uint16_t> all = out.read();
+  const std::vector<float> all_lse = lse.read();
+  for (int64_t i = 0; i < 3 * rows; ++i)
+    EXPECT(all[i] == 0xFFFF, "wrote to another head, at %lld", static_cast<long long>(i));
+  const std::vector<uint16_t> mine(all.begin() + 3 * rows, all.end());
+  for (int32_t row = 0; row < c.kRows; ++row) {
+    const float first = all_lse[row * 32];
+    for (int lane = 1; lane < 32; ++lane) {
+      const float x = all_lse[row * 32 + lane];
+      EXPECT(x == first || (std::isnan(x) && std::isnan(first)), "row %d: lse %g in lane 0, %g in lane %d", row, first,
+             x, lane);
+    }
+    expect_slow_row(c, row, mine, all_lse[row * 32]);
+  }
+}
+
+template <class Element>
+void check_slow_rows(Random& random) {
+  for (const int32_t head_dim : {8, 40, 64, 72, 128, 256}) check_slow_row<Element>(random, head_dim, head_dim);
+  check_slow_row<Element>(random, 192, 128);
+  check_slow_row<Element>(random, 64, 256);
+}
+
+GPU_TEST(slow_row_bf16) { check_slow_rows<__nv_bfloat16>(random); }
+GPU_TEST(slow_row_fp16) { check_slow_rows<__half>(random); }
+
+// ---- row_of -----------------------------------------------------------------------------------------------------------------
+
+__global__ void row_of_kernel(TensorRef tensor, int32_t batch, int32_t head, int32_t row, int64_t* offset) {
+  *offset = attn::row_of<__half>(tensor, batch, head, row) - static_cast<__half*>(tensor.data);
+}
+
+// Offsets of more than 2^31 elements, though every factor fits 32 bits.
+GPU_TEST(row_of_far_rows) {
+  DeviceArray<int64_t> offset(1);
+  for (int i = 0; i < 20; ++i) {
+    const int64_t batch = random.between(0, 1000), head = random.between(0, 1000), row = random.between(0, 1 << 24);
+    const TensorRef tensor = {offset.data(), random.between(0, 1 << 30), random.between(0, 1 << 30),
+                              random.between(0, 1 << 16)};
+    launch(row_of_kernel, 1, 1, 0, tensor, static_cast<int32_t>(batch), static_cast<int32_t>(head),
+           static_cast<int32_t>(row), offset.data());
+    const int64_t wanted = batch * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_seq;
+    EXPECT(offset.read()[0] == wanted, "%lld, not %lld", static_cast<long long>(offset.read()[0]),
+           static_cast<long long>(wanted));
+  }
+}
+
+}  // namespace
+}  // namespace flashmsa::test
+
+int main(int argc, char** argv) { return flashmsa::test::run_tests(argc, argv); }

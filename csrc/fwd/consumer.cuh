@@ -74,12 +74,10 @@ struct Consumer {
   }
 
   // The tile at hand. NOTE: read again where it is needed rather than kept in registers through the main loop.
-  __device__ __forceinline__ const TileWork<Mask>& work() const { return shared.work[S::WorkRing::stage(round)]; }
+  __device__ __forceinline__ const TileWork<Mask>& work() const { return work(round); }
 
-  // False: there are no more tiles.
-  __device__ __forceinline__ bool wait_work() {
-    shared.full_work[S::WorkRing::stage(round)].wait(S::WorkRing::full_parity(round));
-    return uniform(work().row_block) >= 0;
+  __device__ __forceinline__ const TileWork<Mask>& work(uint32_t round) const {
+    return shared.work[S::WorkRing::stage(round)];
   }
 
   // SYNC: all threads arrive, because all have read the slot.
@@ -91,8 +89,8 @@ struct Consumer {
     int32_t front, steps, back;
   };
 
-  __device__ __forceinline__ Span span() const {
-    const TileWork<Mask>& tile = work();
+  __device__ __forceinline__ Span span(uint32_t round) const {
+    const TileWork<Mask>& tile = work(round);
     const mask::KeyTiles tiles = tile.tiles;
     const int32_t count = tiles.count();
     const int32_t first_row = tile.row_block * Config::kBlockQ + warpgroup * sm90::kWarpgroupRows;
@@ -107,7 +105,7 @@ struct Consumer {
       // Full blocks come last in visit order: with them there is nothing to skip at the end.
       if (tiles.full_begin >= tiles.full_end) back = clamp(mine.begin - tiles.begin, 0, count - front);
     }
-    return {uniform(front), uniform(count - front - back), uniform(back)};
+    return {front, count - front - back, back};
   }
 
   // Lets key blocks pass that none of this warpgroup's rows sees.
@@ -123,19 +121,34 @@ struct Consumer {
     }
   }
 
-  // Q of the tile: waited for, and where it is kept in registers, loaded.
-  __device__ __forceinline__ void load_q(Scores& x) {
+  __device__ __forceinline__ void wait_q(uint32_t round) {
     shared.full_q[S::QRing::stage(round)].wait(S::QRing::full_parity(round));
-    if constexpr (Config::kQInRegisters) {
-      const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(shared.q[S::QRing::stage(round)]));
+  }
+
+  // Q of tile `round` into registers.
+  __device__ __forceinline__ void load_q(Scores& x, uint32_t round) {
+    const uint32_t stage = S::QRing::stage(round);
+    const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(shared.q[stage]));
 #pragma unroll
-      for (int k = 0; k < kQSteps; ++k) {
-        sm90::ldmatrix_x4(x.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
-                                                                2 * k + sm90::Matrix16x16::half(lane())));
-      }
-      __syncwarp();
-      release_q();
+    for (int k = 0; k < kQSteps; ++k) {
+      sm90::ldmatrix_x4(x.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
+                                                              2 * k + sm90::Matrix16x16::half(lane())));
     }
+    __syncwarp();
+    release(shared.empty_q[stage]);
+  }
+
+  // Tile `round`, as far as it can be prepared while the last P V of the tile before is in flight. False: there is none.
+  __device__ __forceinline__ bool open_tile(Scores& x, uint32_t round, Span& mine) {
+    const uint32_t slot = S::WorkRing::stage(round);
+    shared.full_work[slot].wait(S::WorkRing::full_parity(round));
+    if (uniform(shared.work[slot].row_block) < 0) return false;
+    mine = span(round);
+    if constexpr (Config::kQInRegisters) {
+      wait_q(round);
+      load_q(x, round);
+    }
+    return true;
   }
 
   __device__ __forceinline__ void release_q() { release(shared.empty_q[S::QRing::stage(round)]); }
@@ -241,8 +254,8 @@ struct Consumer {
     }
     key_blocks = uniform(key_blocks);
     if constexpr (!Config::kQInRegisters) round = uniform(round);
-    int32_t step = mine.front;
-    const int32_t end = mine.front + mine.steps;
+    int32_t step = uniform(mine.front);
+    const int32_t end = uniform(mine.front + mine.steps);
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
     const auto first_key = [&](int32_t step) { return tiles.visit(step) * Config::kBlockKv; };
 
@@ -325,18 +338,24 @@ struct Consumer {
 
   // One tile after another:
   //   1. S of the first key block
-  //   2. softmax and the other key blocks, the last P V
-  //   3. O and lse to memory
+  //   2. softmax and the other key blocks
+  //   3. the last P V; in its shadow the next tile is opened
+  //   4. O and lse to memory
   // PERF: storing a tile behind the next one's first S (its wgmma in flight across the epilogue) lost 2 … 15 %.
   __device__ __forceinline__ void run() {
-    for (; wait_work(); ++round) {
-      Scores x;
+    Scores x;
+    Span mine;
+    bool more = open_tile(x, 0, mine);
+    while (uniform(more)) {
       Output y;
-      load_q(x);
-      const Span mine = span();
-      skip_blocks(mine.front);  // 1
-      if (mine.steps > 0) {
-        wait_k();
+      Span next = {};
+      const int32_t steps = uniform(mine.steps), back = uniform(mine.back);
+      // NOTE: blocks that are still to be let pass hold up the producer, which has to get to the next tile first.
+      const bool open_early = steps > 0 && back == 0;
+      if constexpr (!Config::kQInRegisters) wait_q(round);
+      skip_blocks(mine.front);
+      if (steps > 0) {
+        wait_k();  // 1
         issue_scores(x);
         sm90::wgmma_wait<0>();
         sm90::pin_registers(x.s);
@@ -345,16 +364,18 @@ struct Consumer {
 
         attend(x, y, mine);  // 2
         if constexpr (!Config::kQInRegisters) release_q();
-        issue_output(y);
+
+        issue_output(y);  // 3
+        if (open_early) more = open_tile(x, round + 1, next);
         sm90::wgmma_wait<0>();
         sm90::pin_registers(y.o);
         release_v();
       } else if constexpr (!Config::kQInRegisters) {
         release_q();
       }
-      skip_blocks(mine.back);
+      skip_blocks(back);
 
-      if (mine.steps == 0) {  // 3
+      if (steps == 0) {  // 4
         store_empty();
       } else if (work().tiles.partial_count() > 0 && attn::any_nonfinite(y.o)) {
         // Only a partial block multiplies V of keys that a row may not see.
@@ -362,7 +383,10 @@ struct Consumer {
       } else {
         store(y);
       }
+      if (!open_early) more = open_tile(x, round + 1, next);
       finish_work();
+      mine = next;
+      ++round;
     }
     if (lane() == 0) sm90::wait_stores();
   }

@@ -7,19 +7,22 @@ Blocks of query rows are taken one after another, forward and backward, so that 
 pass recomputes p = exp(s - lse) and follows Dao et al., FlashAttention-2 (2023), section 3.1.2.
 
 It runs where no native backend can: other GPUs, and options that the kernels lack.
+
+An eager call is an autograd function over these steps. A traced one is the operator ``flashmsa::composed`` (backward:
+``flashmsa::composed_backward``), whose loop over blocks no tracer sees, so that one graph serves all lengths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .masks import Dense, Mask
+from .masks import Causal, Dense, Document, Mask
 
 # Logits held at once: 64 MiB in fp32.
 _BLOCK_ELEMENTS = 2**24
@@ -48,12 +51,19 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) for arguments that have been checked. Shapes as in ``flashmsa.attention``; differentiable once."""
     mask = Dense() if mask is None else mask
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, mask, scale, softcap, sinks, alibi_slopes)
+    with without_autocast(q.device.type):
+        rules = _rules(q, k, mask, scale, softcap)
+        return _Attention.apply(q, k, v, sinks, alibi_slopes, *rules)
+
+
+def _rules(q: Tensor, k: Tensor, mask: Mask, scale: float | None, softcap: float) -> _Rules:
     len_q, len_kv = q.shape[2], k.shape[2]
     begin, end = mask._rows(len_q, len_kv, q.device)
     position = mask._positions(len_q, len_kv, q.device)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    with without_autocast(q.device.type):
-        return _Attention.apply(q, k, v, sinks, alibi_slopes, begin, end, position, scale, float(softcap))
+    return _Rules(scale, float(softcap), begin, end, position)
 
 
 class _Attention(torch.autograd.Function):
@@ -65,11 +75,11 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         slopes: Tensor | None,
+        scale: float,
+        softcap: float,
         begin: Tensor,
         end: Tensor,
         position: Tensor,
-        scale: float,
-        softcap: float,
     ) -> tuple[Tensor, Tensor]:
         rules = _Rules(scale, softcap, begin, end, position)
         out, lse = _forward(q, k, v, sinks, slopes, rules)
@@ -101,7 +111,136 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError("flashmsa.attention: second derivatives are not supported")
+        raise _no_second_derivative()
+
+
+def _no_second_derivative() -> NotImplementedError:
+    return NotImplementedError("flashmsa.attention: second derivatives are not supported")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The traced path. The operators take the mask as the native one does, and compute the rules inside.
+
+_RULES = "int mask, int[] mask_ints, Tensor[] mask_tensors, float? scale, float softcap"
+
+
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    kind, ints, tensors = mask._lower()
+    op = torch.ops.flashmsa.composed.default
+    out, lse = op(q, k, v, kind, ints, tensors, scale, softcap, sinks, slopes)
+    return _empty_out(q, v.shape[3]).copy_(out), lse.float()
+
+
+@torch.library.custom_op(
+    "flashmsa::composed",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_RULES}, Tensor? sinks, Tensor? alibi_slopes) -> (Tensor, Tensor)",
+)
+def _composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: int,
+    mask_ints: Sequence[int],
+    mask_tensors: Sequence[Tensor],
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), contiguous, in the dtype of the computation: backward needs them so."""
+    with without_autocast(q.device.type):
+        rules = _rules(q, k, _lifted(mask, mask_ints, mask_tensors), scale, softcap)
+        return _forward(q, k, v, sinks, alibi_slopes, rules)
+
+
+@_composed.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = _compute_dtype(q)
+    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+@torch.library.custom_op(
+    "flashmsa::composed_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    f"{_RULES}, Tensor? sinks, Tensor? alibi_slopes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _composed_backward(
+    d_out: Tensor,
+    d_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: int,
+    mask_ints: Sequence[int],
+    mask_tensors: Sequence[Tensor],
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, sinks and alibi_slopes; (0,) for one of the latter two that is not there."""
+    with without_autocast(q.device.type):
+        rules = _rules(q, k, _lifted(mask, mask_ints, mask_tensors), scale, softcap)
+        grads = _backward(q, k, v, sinks, alibi_slopes, rules, out, lse, d_out, d_lse)
+    return tuple(q.new_empty(0) if x is None else x for x in grads)
+
+
+@_composed_backward.register_fake
+def _(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, *rest[-2:]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, slopes = inputs
+    ctx.save_for_backward(*output, q, k, v, sinks, slopes, *mask_tensors)
+    ctx.mask, ctx.scale, ctx.softcap = (mask, mask_ints), scale, softcap
+
+
+def _gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+    out, lse, q, k, v, sinks, slopes, *mask_tensors = ctx.saved_tensors
+    op = torch.ops.flashmsa.composed_backward.default
+    mask, mask_ints = ctx.mask
+    rules = (mask, mask_ints, mask_tensors, ctx.scale, ctx.softcap)
+    dq, dk, dv, d_sinks, d_slopes = op(d_out, d_lse, out, lse, q, k, v, *rules, sinks, slopes)
+    # NOTE: torch wants a list for each list of tensors among the arguments, and takes an empty one of ints for one.
+    no_rules = (None, None if mask_ints else [], [None] * len(mask_tensors), None, None)
+    return dq, dk, dv, *no_rules, None if sinks is None else d_sinks, None if slopes is None else d_slopes
+
+
+def _refuse(ctx: Any, *_: Tensor) -> None:
+    raise _no_second_derivative()
+
+
+_composed.register_autograd(_gradients, setup_context=_save)
+_composed_backward.register_autograd(_refuse)
+
+
+def _lifted(kind: int, ints: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
+    """The mask that was lowered to these, unchecked: offsets may hold anything by now."""
+    if kind == 0:
+        return Dense()
+    if kind == 1:
+        return Causal("top-left" if ints[0] else "bottom-right")
+    mask = object.__new__(Document)
+    mask._set(*tensors, bool(ints[0]))
+    return mask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The computation
 
 
 def _forward(
@@ -224,8 +363,8 @@ def without_autocast(device_type: str) -> AbstractContextManager[None]:
 
 
 def _known_finite(x: Tensor) -> bool:
-    """Whether x is known to be finite without waiting for a device or for a trace."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and bool(x.isfinite().all())
+    """Whether x is known to be finite without waiting for a device."""
+    return x.device.type == "cpu" and bool(x.isfinite().all())
 
 
 def _allowed(rules: _Rules, rows: slice, len_kv: int) -> Tensor:

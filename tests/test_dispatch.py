@@ -385,6 +385,92 @@ def test_compile_of_the_torch_backend_with_gradients(caught: list[warnings.Warni
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("eager", torch.bfloat16),
+        ("aot_eager", torch.float32),
+        ("aot_eager", torch.float64),
+        ("inductor", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("mask", [None, Document([0, 3, 17, 30], causal=True)], ids=repr)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compile_of_the_torch_backend_equals_eager(
+    mask: Mask | None, backend: str, dtype: torch.dtype, device: str
+) -> None:
+    """Results, gradients and all strides, for tensors of several layouts, under autocast too."""
+    torch._dynamo.reset()
+    mask = None if mask is None else mask.to(device)
+    packed = torch.randn(2, 40, 10, 16, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+    shared = torch.randn(2, 1, 40, 24, device=device, dtype=dtype, requires_grad=True)
+    sinks = torch.randn(6, device=device, requires_grad=True)
+    slopes = torch.rand(2, 6, device=device, requires_grad=True)
+    leaves = [packed, shared, sinks, slopes]
+
+    def call(packed: torch.Tensor, shared: torch.Tensor, **given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = packed[:, :6], packed[:, 6:8], shared.expand(2, 2, 40, 24)
+        return attention(q * 2, k, v, mask, return_lse=True, backend="torch", softcap=2.0, **given)
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for autocast in (False, True):
+        results = []
+        for function in (compiled, call):
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                result = function(packed, shared, sinks=sinks, alibi_slopes=slopes)
+                torch.manual_seed(0)
+                weights = [torch.randn_like(x) for x in result]
+                results.append([*result, *torch.autograd.grad(result, leaves, weights)])
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride() and got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("mask", [Dense(), Causal(), Document([0, 50, 127], causal=True)], ids=repr)
+def test_compile_of_the_torch_backend_shows_one_operator_for_all_lengths(mask: Mask, requires_grad: bool) -> None:
+    """dynamic=True: what the first length compiled serves the others, whatever their number of blocks of rows."""
+    torch._dynamo.reset()
+    operators: list[list[str]] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        names = [str(node.target) for node in graph.graph.nodes]
+        operators.append([x for x in names if x.startswith("flashmsa")])
+        return graph
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention(q, k, v, mask, return_lse=True, backend="torch")
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=compile_graph)
+    after_first = None
+    for length in (127, 128, 700):
+        q, k, v = (x.requires_grad_(requires_grad) for x in make(len_q=length, len_kv=length + 1))
+        for got, want in zip(compiled(q, k, v), call(q, k, v), strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride()
+        # NOTE: torch may hand the first graph over more than once, when it looks at it again for symbolic numbers.
+        after_first = after_first or len(operators)
+    assert len(operators) == after_first and all(x == ["flashmsa.composed.default"] for x in operators)
+
+
+def test_export_of_the_torch_backend() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(q, k, v, Causal(), backend="torch")
+
+    q, k, v = make()
+    program = torch.export.export(Attend(), (q, k, v), strict=False)
+    assert [str(x.target) for x in program.graph.nodes if "flashmsa" in str(x.target)] == ["flashmsa.composed.default"]
+    assert torch.equal(program.module()(q, k, v), Attend()(q, k, v))
+
+
+def test_second_derivatives_through_a_compiled_call_raise() -> None:
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in make())
+    out = torch.compile(lambda *x: attention(*x, backend="torch"), fullgraph=True, backend="eager")(q, k, v)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+        (out.sum() + dq.square().sum()).backward()
+
+
 def test_compile_never_detaches() -> None:
     torch._dynamo.reset()
     q, k, v = (x.requires_grad_() for x in make())
@@ -403,3 +489,29 @@ def test_opcheck(mask: Mask, return_lse: bool, device: str) -> None:
     torch.library.opcheck(torch.ops.flashmsa.attention.default, args)
     out = torch.empty(2, 6, 37, 24, device=device, dtype=dtype)
     torch.library.opcheck(torch.ops.flashmsa.attention.out, args, {"out": out})
+
+
+def lowered(mask: Mask, device: str) -> tuple[int, list[int], list[torch.Tensor]]:
+    kind, ints, tensors = mask.to(device)._lower()
+    return kind, list(ints), list(tensors)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("mask", [Dense(), Causal(), Document([0, 5, 30], causal=True)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_opcheck_of_the_composed_operators(mask: Mask, dtype: torch.dtype, device: str) -> None:
+    q, k, v = (transposed(x.to(device, dtype)) for x in make())
+    sinks, slopes = torch.randn(6, device=device), torch.rand(2, 6, device=device)
+    rules = lowered(mask, device)
+    out, lse = torch.ops.flashmsa.composed(q, k, v, *rules, None, 2.0, sinks, slopes)
+    gradients = (torch.randn_like(out), torch.randn_like(lse))
+    for given in ((None, 0.0, None, None), (-0.3, 2.0, sinks, slopes)):
+        backward = (*gradients, out, lse, q, k, v, *rules, *given)
+        torch.library.opcheck(torch.ops.flashmsa.composed_backward.default, backward)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        options = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given]
+        torch.library.opcheck(torch.ops.flashmsa.composed.default, (*leaves, *rules, *options))

@@ -204,6 +204,7 @@ def test_supported_versions() -> None:
     torch_version = re.search(r'dependencies = \["torch>=([\d.]+)"\]', project)[1]
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     first, last = re.search(r"SUPPORTED_CUDA = \(\((\d+, \d+)\), \((\d+), 99\)\)", setup).groups()
-    assert f"Python ≥ {python}" in TEXT
-    assert f"torch ≥ {torch_version}" in TEXT
-    assert f"CUDA {first.replace(', ', '.')} to {last}.x" in TEXT
+    text = " ".join(TEXT.split())
+    assert f"Python ≥ {python}" in text
+    assert f"torch ≥ {torch_version}" in text
+    assert f"CUDA {first.replace(', ', '.')} to {last}.x" in text

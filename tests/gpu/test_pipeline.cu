@@ -49,7 +49,7 @@ GPU_TEST(barrier_phases) {
 
 // completed[0]: before the bytes came; [1]: after wait() returned. The copy arrives after the announcement.
 __global__ void expect_kernel(const uint4* from, uint4* to, int32_t* completed) {
-  __shared__ alignas(128) uint4 data[64];
+  alignas(128) __shared__ uint4 data[64];
   __shared__ Barrier barrier;
   barrier.init(1);
   sm90::fence_barrier_init();

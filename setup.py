@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +118,22 @@ def sources(with_kernels: bool) -> list[str]:
     ]
 
 
+def shared_cxx_runtime() -> list[str]:
+    """Link flags for a compiler that has the C++ runtime as an archive alone.
+
+    Such a compiler would put a second libstdc++ beside the one that torch has loaded, and the first C++ error, which
+    formats a number, would mix the two and crash. The machine's own shared libraries, torch's, come first instead.
+    """
+    command = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
+    flags = []
+    for library in ("libstdc++.so.6", "libgcc_s.so.1"):
+        found = subprocess.run([command, f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
+        # NOTE: gcc prints a bare name for a file that it does not have; the linker may still find it for itself.
+        if not Path(found).is_absolute():
+            flags.append(f"-l:{library}")
+    return flags
+
+
 def extension():
     """The extension module and the command that builds it."""
     toolkit = find_toolkit()
@@ -132,7 +149,7 @@ def extension():
 
     macros = [("FLASHMSA_TORCH_VERSION", f'"{torch.__version__}"')]
     options = {"include_dirs": [str(ROOT / "csrc")], "libraries": [], "library_dirs": []}
-    link = ["-Wl,--as-needed", "-s"]
+    link = ["-Wl,--as-needed", "-s", *shared_cxx_runtime()]
     if with_kernels:
         version = "{}.{}".format(*kernels.version)
         macros += [("FLASHMSA_WITH_CUDA", "1"), ("FLASHMSA_CUDA_VERSION", f'"{version}"')]

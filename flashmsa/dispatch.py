@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _C
 from .checks import DTYPES, MAX_HEAD_DIM
@@ -54,7 +55,8 @@ def reject(backend: str, q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> Re
     elif device not in ("cpu", "meta"):
         return Rejection(backend, f"q is on {q.device}; needs tensors on the CPU", ValueError)
     gap = gap_reason(backend, q.dtype, gaps)
-    if gap is None and backend == "sm90" and not kernel_exists(mask_kind, q.dtype):
+    # NOTE: not while tracing: with dynamic=True the mask kind is a symbol there. The operator itself would raise.
+    if gap is None and backend == "sm90" and not is_compiling() and not kernel_exists(mask_kind, q.dtype):
         gap = f"no kernel was compiled for mask kind {mask_kind} in {_name(q.dtype)}"
     return None if gap is None else Rejection(backend, gap, NotImplementedError)
 
@@ -73,7 +75,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@torch.compiler.assume_constant_result
 def kernel_exists(mask_kind: int, dtype: torch.dtype) -> bool:
     """Whether a kernel serves every head dim of this mask kind and dtype."""
     return _C.find_kernel(mask_kind, dtype, MAX_HEAD_DIM, MAX_HEAD_DIM) is not None

@@ -54,6 +54,7 @@ def test_links_to_no_driver_and_no_runtime() -> None:
     assert any(name.startswith("libtorch") for name in needed)
     assert [name for name in needed if name.startswith(("libcuda", "libcudart", "libnvrtc"))] == []
     assert any(name.startswith("libc10_cuda") for name in needed) == INFO["cuda"]
+    assert "libstdc++.so.6" in needed, "a second, static libstdc++ crashes where C++ errors are formatted"
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")

@@ -97,6 +97,7 @@ $(PY):
 
 $(VENV)/.with-build: pyproject.toml | $(PY)
 	$(call REQUIREMENTS)
+	@echo "flashmsa: installing torch and the build's needs into $(VENV); a minute or a few, most of it download"
 	$(if $(TORCH_INDEX),$(INSTALL) "$$(grep '^torch' $@.txt)" --index-url $(TORCH_INDEX))
 	$(INSTALL) -r $@.txt
 	@touch $@

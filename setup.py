@@ -126,11 +126,11 @@ def shared_cxx_runtime() -> list[str]:
     """
     command = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
     flags = []
-    for library in ("libstdc++.so.6", "libgcc_s.so.1"):
-        found = subprocess.run([command, f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
-        # NOTE: gcc prints a bare name for a file that it does not have; the linker may still find it for itself.
+    for linked, loaded in (("libstdc++.so", "libstdc++.so.6"), ("libgcc_s.so", "libgcc_s.so.1")):
+        found = subprocess.run([command, f"-print-file-name={linked}"], capture_output=True, text=True).stdout.strip()
+        # NOTE: gcc prints a bare name for a file that it does not have.
         if not Path(found).is_absolute():
-            flags.append(f"-l:{library}")
+            flags.append(f"-l:{loaded}")
     return flags
 
 

@@ -23,7 +23,8 @@ except ImportError as error:
     )
     raise ImportError(
         f"flashmsa: its compiled part is missing: {_state}. Build it with `pip install --no-build-isolation .`, or in "
-        "place with `python setup.py build_ext --inplace` (FLASHMSA_CUDA=0 leaves the GPU kernels out)"
+        "place with `python setup.py build_ext --inplace` (FLASHMSA_CUDA=0 leaves the GPU kernels out). An installed "
+        "flashmsa is hidden by the sources in the current directory: leave the checkout to use it"
     ) from error
 
 from .checked import check

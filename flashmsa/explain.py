@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
-from .dispatch import BACKENDS, build_reason, choose, gap_reason, reject
+from .dispatch import BACKENDS, SDPA_BELOW, build_reason, choose, gap_reason, reject
 from .masks import Mask
 from .ops import check_backend, option_gaps
 
@@ -127,6 +127,11 @@ def explain(
         chosen, rejection = backend, reject(backend, q, kind, gaps)
         reason = "asked for by name" if rejection is None else rejection.reason
         rejected = {}
+    if chosen == "sm90":
+        rejected["sdpa"] = (
+            f"the threshold is a length of {SDPA_BELOW}, so it is never taken: at no measured length is it faster for "
+            "every head dim and batch"
+        )
     for other in BACKENDS:
         if other != chosen and other not in rejected:
             rejected[other] = _why_not(other, backend, q, kind, gaps)

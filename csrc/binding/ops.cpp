@@ -132,9 +132,10 @@ void refuse_gradient(const char* name, const Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(!tensor.requires_grad() || !at::GradMode::is_enabled(), name,
                               ": requires grad, but the backward pass is not implemented yet; call under "
                               "torch.no_grad(), or use backend=\"torch\"");
-  TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), name,
-                              ": carries a forward-mode tangent, but forward-mode AD is not supported; use "
-                              "backend=\"torch\"");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor._fw_grad(/*level=*/0).defined(), name,
+      ": carries a forward-mode tangent, but forward-mode AD is not supported; detach it, or use reverse mode "
+      "with backend=\"torch\"");
 }
 
 Result attention_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
@@ -165,8 +166,7 @@ Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const T
 
 [[noreturn]] void refuse_vmap() {
   TORCH_CHECK_NOT_IMPLEMENTED(false,
-                              "flashmsa.attention: vmap is not supported; fold the mapped dimension into the batch, or "
-                              "use backend=\"torch\"");
+                              "flashmsa.attention: vmap is not supported; fold the mapped dimension into the batch");
   throw std::logic_error("unreachable");
 }
 

@@ -15,9 +15,9 @@ from .checks import DTYPES, MAX_HEAD_DIM
 BACKENDS = ("sm90", "cpu", "torch")
 SM90_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = DTYPES
-# Query length below which SDPA would be taken instead of the sm90 kernels: never. `benchmarks/run.py --group small`: at no
-# length from 64 to 1024 is one of SDPA's pinned backends faster for every head dim and batch. By case the time of the
-# faster one is 0.7 to 1.3 of ours.
+# Query length below which SDPA would be taken instead of the sm90 kernels: never. `benchmarks/run.py --group small`: at
+# no length from 64 to 1024 is one of SDPA's pinned backends faster for every head dim and batch. By case the time of
+# the faster one is 0.7 to 1.3 of ours.
 SDPA_BELOW = 0
 MASK_KINDS = (0, 1, 2)  # MaskKind in csrc/core/params.h
 

@@ -128,8 +128,8 @@ def test_no_older_tensor_instructions(forward: list[Function]) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel["name"])
 def test_descriptors_stay_in_uniform_registers(forward: list[Function], kernel: dict) -> None:
-    """In the loop over full key blocks: a descriptor from ordinary registers costs two R2UR before every wgmma, an eighth
-    of the speed. The compiler falls back to that when it cannot see that ring positions are the same in all lanes."""
+    """In the loop over full key blocks: a descriptor from ordinary registers costs two R2UR before every wgmma, an
+    eighth of the speed. The compiler does that when it cannot see that ring positions are the same in all lanes."""
     a_block = kernel["head_dim_bucket"] // 16 + kernel["block_kv"] // 16  # wgmmas of one key block
     loop = next(loop for loop in function_of(kernel, forward).loops() if sum("HGMMA" in x for x in loop) == a_block)
     moves = sum("R2UR" in x for x in loop)

@@ -240,9 +240,12 @@ struct Consumer {
     y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);  // 4
   }
 
-  // All key blocks of the tile, S of the first one at hand: partial ones first, then full ones without a test. Leaves the
-  // last P V to do.
+  // All key blocks of the tile: partial ones first, then full ones without a test. Leaves the last P V to do.
   __device__ __forceinline__ void attend(Scores& x, Output& y, const Span& mine) {
+    wait_k();
+    issue_scores(x);
+
+    // In the shadow of the first S: what the rows may see, and how many blocks need a test.
     const TileWork<Mask>& tile = work();
     const mask::KeyTiles tiles = tile.tiles;
     mask::Interval rows[2];
@@ -252,13 +255,16 @@ struct Consumer {
       const int32_t row = tile.row_block * Config::kBlockQ + warp_row() + lane() / 4 + 8 * slot;
       rows[slot] = Mask::row(params.mask, tile.block, min_of(row, params.len_q - 1));
     }
-    key_blocks = uniform(key_blocks);
-    if constexpr (!Config::kQInRegisters) round = uniform(round);
     int32_t step = uniform(mine.front);
     const int32_t end = uniform(mine.front + mine.steps);
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
     const auto first_key = [&](int32_t step) { return tiles.visit(step) * Config::kBlockKv; };
 
+    sm90::wgmma_wait<0>();
+    sm90::pin_registers(x.s);
+    release_k();
+    key_blocks = uniform(key_blocks + 1);
+    if constexpr (!Config::kQInRegisters) round = uniform(round);
     if (step < partial) mask_scores(x, first_key(step), rows);
     first_block(x, y);
     ++step;
@@ -337,10 +343,9 @@ struct Consumer {
   }
 
   // One tile after another:
-  //   1. S of the first key block
-  //   2. softmax and the other key blocks
-  //   3. the last P V; in its shadow the next tile is opened
-  //   4. O and lse to memory
+  //   1. S of the first key block, softmax, the other key blocks
+  //   2. the last P V; in its shadow the next tile is opened
+  //   3. O and lse to memory
   // PERF: storing a tile behind the next one's first S (its wgmma in flight across the epilogue) lost 2 … 15 %.
   __device__ __forceinline__ void run() {
     Scores x;
@@ -355,17 +360,10 @@ struct Consumer {
       if constexpr (!Config::kQInRegisters) wait_q(round);
       skip_blocks(mine.front);
       if (steps > 0) {
-        wait_k();  // 1
-        issue_scores(x);
-        sm90::wgmma_wait<0>();
-        sm90::pin_registers(x.s);
-        release_k();
-        ++key_blocks;
-
-        attend(x, y, mine);  // 2
+        attend(x, y, mine);  // 1
         if constexpr (!Config::kQInRegisters) release_q();
 
-        issue_output(y);  // 3
+        issue_output(y);  // 2
         if (open_early) more = open_tile(x, round + 1, next);
         sm90::wgmma_wait<0>();
         sm90::pin_registers(y.o);
@@ -375,7 +373,7 @@ struct Consumer {
       }
       skip_blocks(back);
 
-      if (steps == 0) {  // 4
+      if (steps == 0) {  // 3
         store_empty();
       } else if (work().tiles.partial_count() > 0 && attn::any_nonfinite(y.o)) {
         // Only a partial block multiplies V of keys that a row may not see.

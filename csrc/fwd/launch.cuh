@@ -100,8 +100,18 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
   constexpr size_t kSharedBytes = sizeof(Shared<Mask, Config>);
   // Per device, and cheap: no state of ours to keep.
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  kernel<<<grid.ctas, Config::kThreads, kSharedBytes, stream>>>(params);
-  FLASHMSA_CHECK_CUDA(cudaGetLastError());
+  // Behind a plan the kernel's launch and prologue overlap it (programmatic dependent launch).
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid.ctas);
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = Mask::kPlanned ? 1 : 0;
+  FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 template <class Element>

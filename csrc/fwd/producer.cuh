@@ -52,6 +52,9 @@ __device__ __forceinline__ void producer(const KernelParams<Mask>& params, Share
                                        work.head / params.q_heads_per_kv_head, work.batch, shared.full_v[stage]);
   };
 
+  // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
+  if constexpr (Mask::kPlanned) cudaGridDependencySynchronize();
+
   for (uint32_t round = 0;; ++round) {
     // 1. The next tile, told to the consumers before its loads are issued.
     const bool more = tile < tile_count;

@@ -43,6 +43,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     return kPlanBuckets - 1 - (entry.tiles.count() >> shift);
   };
 
+  // The attention kernel may start while this one runs: it waits for the plan where it first needs it.
+  cudaTriggerProgrammaticLaunchCompletion();
   if (thread == 0) *tile_counter = 0;
   bucket_start[thread] = 0;
   __syncthreads();

@@ -2,7 +2,7 @@
 
 FACTORIES maps names to factories; `run.py --candidate NAME=module:attribute` adds to it or replaces one. A factory that
 cannot serve a case raises Unavailable or NotImplementedError with the reason; its lane is then left out and the reason
-printed. The function may return (B, H, S, D), (B, S, H, D) or packed (S, H, D), or a tuple that starts with one of them.
+printed. The function may return (B, H, S, D), (B, S, H, D) or packed (S, H, D), or a tuple that starts with one.
 """
 
 from __future__ import annotations

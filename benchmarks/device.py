@@ -289,7 +289,7 @@ def monitored(nvml: Nvml | None, period_s: float = 0.004) -> Iterator[Readings]:
 def watts(ticks: list[tuple[float, int]], begin: float, end: float, settle: float = 0.1) -> float | None:
     """Mean power between the first and the last tick of the energy counter inside [begin + settle, end].
 
-    From tick to tick, so that the counter's coarse steps cost nothing; `settle` seconds are left out because the counter
+    From tick to tick, so that the counter's coarse steps cost nothing; `settle` seconds are left out: the counter
     lags behind the work. None with fewer than two ticks there.
     """
     inside = [tick for tick in ticks if begin + settle <= tick[0] <= end]

@@ -176,7 +176,7 @@ def _work(case: Case, kernel: dict[str, Any]) -> list[str]:
         sms = torch.cuda.get_device_properties().multi_processor_count
         useful = case.flops / (sms * TENSOR_FLOPS_PER_CYCLE * cycles)
         lines.append(
-            f"  useful tensor work {100 * useful:.1f} % of the SM cycles; the clock was {1e3 * cycles / nanoseconds:.0f} MHz"
+            f"  useful tensor work {100 * useful:.1f} % of the SM cycles; clock {1e3 * cycles / nanoseconds:.0f} MHz"
         )
     lines.append(f"  tensor pipe active {_percent(kernel.get(TENSOR))} of the time")
     lines.append(
@@ -216,7 +216,8 @@ def _memory(kernel: dict[str, Any]) -> list[str]:
 def _registers(kernel: dict[str, Any]) -> list[str]:
     local = kernel.get(LOCAL_LOADS, 0.0) + kernel.get(LOCAL_STORES, 0.0)
     lines = [
-        f"  {kernel.get(REGISTERS, 0.0):.0f} registers a thread at launch, {kernel.get(SHARED, 0.0) / 1024:.0f} KB shared memory"
+        f"  {kernel.get(REGISTERS, 0.0):.0f} registers a thread at launch, shared memory "
+        f"{kernel.get(SHARED, 0.0) / 1024:.0f} KB"
     ]
     if local:
         lines.append(f"  local memory is used: {local:.0f} warp instructions; look for spills")

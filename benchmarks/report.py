@@ -274,8 +274,11 @@ def _documents_table(units: list[dict]) -> str:
 
 def _one_document_table(units: list[dict]) -> str:
     rows = [
-        [u["name"], *(_rate(u["lanes"].get(label)) for label in ("one document", "plain"))]
-        + [number(u["derived"]["of_plain"], ".3f")]
+        [
+            u["name"],
+            *(_rate(u["lanes"].get(label)) for label in ("one document", "plain")),
+            number(u["derived"]["of_plain"], ".3f"),
+        ]
         for u in units
     ]
     return table(["case", "one document", "plain", "ratio"], rows)

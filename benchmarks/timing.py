@@ -125,7 +125,7 @@ def steady(
 ) -> dict[str, Steady]:
     """About `seconds` of launches of each candidate, back to back, in alternating slices.
 
-    launch_ms: an estimate per candidate, from which a slice's launches are counted. A slice must outlast several steps of
+    launch_ms: an estimate per candidate, from which a slice's launches are counted. A slice must outlast some steps of
     the energy counter (tens of milliseconds each), hence half a second.
     """
     results = {name: Steady() for name in calls}

@@ -385,16 +385,17 @@ def assert_within_rule(
     error = ((got.double() - expected) - rest).masked_fill(~counted, 0.0)
     base = ((yardstick.double() - expected) - rest).masked_fill(~counted | ~yardstick.isfinite(), 0.0)
     slack = ulp(largest(expected.masked_fill(~counted, 0.0)), got.dtype)
-    # NOTE: the maximum over few elements is a draw of chance. Of n errors of deviation s it is about s sqrt(2 ln n): 4 s
-    # for 3000. Where the yardstick's few elements happened to err by less, it counts as four times its RMS.
+    # NOTE: the maximum over few elements is a draw of chance. Of n errors of deviation s it is about s sqrt(2 ln n):
+    # 4 s for 3000. Where the yardstick's few elements happened to err by less, it counts as four times its RMS.
     yardsticks = {"maximum": max(largest(base), 4.0 * rms(base) if base.numel() < 3000 else 0.0), "rms": rms(base)}
     for name, measure in (("maximum", largest), ("rms", rms)):
         found, most = measure(error), 2.0 * yardsticks[name] + slack if limit is None else limit
         if not found <= most:
             where = np.unravel_index(int(error.abs().argmax()), tuple(error.shape))
             raise AssertionError(
-                f"{note}: {name} error {found:.4g} over the limit {most:.4g} (composed operators {yardsticks[name]:.4g}, "
-                f"one ulp {slack:.4g}); worst at {[int(w) for w in where]} of {list(got.shape)}: "
+                f"{note}: {name} error {found:.4g} over the limit {most:.4g} "
+                f"(composed operators {yardsticks[name]:.4g}, one ulp {slack:.4g}); "
+                f"worst at {[int(w) for w in where]} of {list(got.shape)}: "
                 f"{got[where].item()!r}, expected {expected[where].item()!r}"
             )
 

@@ -1,4 +1,4 @@
-"""What the benchmarks do that needs no GPU: case lists, FLOP counts, turn-taking, derived figures, files and pictures."""
+"""What the benchmarks do without a GPU: case lists, FLOP counts, turn-taking, derived figures, files and pictures."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def results() -> dict:
     report.add_ceiling(units, 800.0)
     return {
         "schema": report.SCHEMA, "command": "python benchmarks/run.py", "date": "2026-01-01T00:00:00+00:00",
-        "dry_run": False, "settings": {}, "environment": {"gpu": "NVIDIA H200", "torch": "2", "cudnn": 1, "commit": "c"},
+        "dry_run": False, "settings": {}, "environment": {"gpu": "H200", "torch": "2", "cudnn": 1, "commit": "c"},
         "clocks": {"source": "none"}, "ceiling": {"size": 8192, "tflops": 800.0, "note": "", "measured": [800.0]},
         "units": units, "summary": report.summarise(units),
     }  # fmt: skip

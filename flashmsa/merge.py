@@ -44,7 +44,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 def _share(out: Tensor, weight: Tensor, lse: Tensor) -> Tensor:
     """One side's part of the result; nothing where it saw no key, whatever its rows hold."""
-    return torch.where((lse == -math.inf)[..., None], 0.0, weight[..., None] * out.to(weight.dtype))
+    # NOTE: not the product is replaced: its gradient would be 0 * NaN there.
+    return weight[..., None] * torch.where((lse == -math.inf)[..., None], 0.0, out.to(weight.dtype))
 
 
 def _check(out_name: str, lse_name: str, out: Tensor, lse: Tensor) -> None:

@@ -83,6 +83,13 @@ def test_gradients() -> None:
     out, _ = merge_states(out_a, empty, out_b, empty)
     grads = torch.autograd.grad(out.sum(), (out_a, out_b, empty))
     assert not any(x.count_nonzero() for x in grads)
+    # What an empty side's rows hold reaches no gradient either.
+    garbage = torch.full_like(out_a, math.nan).requires_grad_()
+    out, _ = merge_states(garbage, empty, out_b, lse_b)
+    grads = torch.autograd.grad(out.sum(), (garbage, empty, out_b, lse_b))
+    assert not any(x.count_nonzero() for x in (grads[0], grads[1], grads[3])) and torch.equal(
+        grads[2], torch.ones_like(out_b)
+    )
 
 
 def test_errors() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
 from .dispatch import BACKENDS, SDPA_BELOW, build_reason, choose, gap_reason, reject
-from .masks import Mask
-from .ops import check_backend, option_gaps
+from .masks import Mask, has_values
+from .ops import autocast, check_backend, option_gaps
 
 _CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
 
@@ -112,8 +112,10 @@ def explain(
     tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's offsets, so it
     waits for their device. Raises for arguments that ``attention`` would not take on any backend.
     """
-    check_tensor("q", q)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
     check_gaps(q, dropout_p, config)
+    q, k, v = autocast(q, k, v)
     check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
     gaps = option_gaps(softcap, sinks, alibi_slopes)
     kind = 0 if mask is None else mask._lower()[0]
@@ -150,9 +152,10 @@ def explain(
     if chosen == "sm90" and kernel is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")
     tile = _tile(chosen, kernel, q, k)
-    counts = _tile_counts(q, k, mask, (1, 1) if tile is None else tile)
+    # Where no tiles are walked any size does, for the pairs alone.
+    counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile)
     if counts is None:
-        notes.append("the mask's offsets hold no values on the meta device, so its tiles are not known")
+        notes.append("the mask's offsets hold no values, on the meta device or in a trace: its tiles are not known")
     walks_tiles = counts is not None and tile is not None and chosen != "torch"
     registers = None if kernel is None else (kernel["registers_producer"], kernel["registers_consumer"])
     return Explanation(
@@ -203,11 +206,11 @@ def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> t
 
 def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int]) -> dict[str, int] | None:
     kind, ints, tensors = (0, (), ()) if mask is None else mask._lower()
-    if any(x.device.type == "meta" for x in tensors):
+    if not all(map(has_values, tensors)):
         return None
     values = [x.cpu() for x in tensors]
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return _C.tile_counts(kind, list(ints), values, *shape, tile[0], max(1, tile[1]))
+    return _C.tile_counts(kind, list(ints), values, *shape, *tile)
 
 
 def _describe_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> str:

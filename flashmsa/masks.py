@@ -39,6 +39,11 @@ class Mask:
 
     _lowered: Lowered
 
+    def __new__(cls, *_: Any, **__: Any) -> Mask:
+        if cls is Mask:
+            raise TypeError("Mask: not to be made directly; use Dense(), Causal() or Document(offsets)")
+        return super().__new__(cls)
+
     def to_dense(self, len_q: int, len_kv: int, device: torch.device | str | None = None) -> Tensor:
         """The mask as a bool tensor, True where query i may see key j.
 
@@ -107,7 +112,7 @@ class Mask:
         return "\n".join("".join("·▒█"[cell] * 2 for cell in line) for line in symbol)
 
     def __str__(self) -> str:
-        if self.device is not None and self.device.type == "meta":
+        if not all(map(has_values, self._lowered[2])):
             return repr(self)
         len_q, len_kv = self._natural_size()
         return f"{self!r}, {len_q} queries (down) x {len_kv} keys (across)\n{self.draw(len_q, len_kv)}"
@@ -314,6 +319,11 @@ class Document(Mask):
         return f"Document({', '.join(fields)})"
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether there is anything to read: not on the meta device, nor in a tensor that stands for one in a trace."""
+    return x.device.type != "meta" and type(x).__name__ != "FakeTensor"
+
+
 def _as_offsets(name: str, value: Any) -> Tensor:
     """``value`` as an int32 tensor, its values checked where they lie on the CPU."""
     if not isinstance(value, Tensor):
@@ -325,7 +335,7 @@ def _as_offsets(name: str, value: Any) -> Tensor:
     if value.dim() not in (1, 2) or value.shape[-1] == 0:
         raise ValueError(f"{name}: shape {tuple(value.shape)}; must be (n + 1,) or (B, n + 1) for n documents")
     # NOTE: while a graph is traced there are no values to look at.
-    if value.device.type == "cpu" and not torch.compiler.is_compiling() and type(value).__name__ != "FakeTensor":
+    if value.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(value):
         _check_offset_values(name, value)
     return value
 
@@ -394,6 +404,6 @@ def _narrow(name: str, offsets: Tensor | None) -> Tensor | None:
 
 def _describe(offsets: Tensor) -> str:
     """Short, and without waiting for a device."""
-    if offsets.device.type == "cpu" and type(offsets).__name__ != "FakeTensor" and offsets.numel() <= 16:
+    if offsets.device.type == "cpu" and has_values(offsets) and offsets.numel() <= 16:
         return str(offsets.tolist())
     return f"<int32 {tuple(offsets.shape)} on {offsets.device}>"

@@ -114,7 +114,7 @@ def _attention(
         check_tensor(name, x)
     check_mask(mask)
     check_gaps(q, dropout_p, config)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     if _checked:
         _check_values(q, k, mask)
     gaps = option_gaps(softcap, sinks, alibi_slopes)
@@ -182,7 +182,7 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend: {backend!r} does not exist; one of {', '.join(map(repr, BACKENDS))}, or None")
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v as autocast has scaled_dot_product_attention take them: all but float64 in its dtype."""
     device_type = tensors[0].device.type
     if device_type not in _AUTOCAST or not torch.is_autocast_enabled(device_type):

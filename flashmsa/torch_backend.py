@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import Causal, Dense, Document, Mask
+from .masks import Causal, Dense, Document, Mask, has_values
 
 # Logits held at once: 64 MiB in fp32.
 _BLOCK_ELEMENTS = 2**24
@@ -53,6 +53,11 @@ def attention(
     mask = Dense() if mask is None else mask
     if torch.compiler.is_compiling():
         return _traced(q, k, v, mask, scale, softcap, sinks, alibi_slopes)
+    # NOTE: torch's own test in Function.apply, which says that we lack a method.
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "flashmsa.attention: torch.func's transforms (vmap, grad, jvp, ...) are not supported; torch.autograd is"
+        )
     with without_autocast(q.device.type):
         rules = _rules(q, k, mask, scale, softcap)
         return _Attention.apply(q, k, v, sinks, alibi_slopes, *rules)
@@ -364,7 +369,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[None]:
 
 def _known_finite(x: Tensor) -> bool:
     """Whether x is known to be finite without waiting for a device."""
-    return x.device.type == "cpu" and bool(x.isfinite().all())
+    return has_values(x) and x.device.type == "cpu" and bool(x.isfinite().all())
 
 
 def _allowed(rules: _Rules, rows: slice, len_kv: int) -> Tensor:

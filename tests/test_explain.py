@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashmsa
 from flashmsa import _C, Causal, Dense, Document, Mask, explain
@@ -134,6 +135,39 @@ def test_a_backend_that_cannot_run_is_described_all_the_same() -> None:
     assert "sm90 cannot run: q is on cpu" in str(got)
     with pytest.raises(ValueError, match="backend: 'sm90' cannot run this call: q is on cpu"):
         flashmsa.attention(q, k, v, backend="sm90", softcap=2.0)
+
+
+def test_autocast_is_described() -> None:
+    """What runs is the call on the cast tensors, of several dtypes before the cast too."""
+    q, k, v = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "bfloat16" in explain(q, k.to(torch.float16), v).call
+        assert (
+            explain(q, k, v, backend="sm90", softcap=2.0).notes
+            == explain(*(x.bfloat16() for x in (q, k, v)), backend="sm90", softcap=2.0).notes
+        )
+        assert "float64" in explain(q.double(), k.double(), v.double()).call
+
+
+def test_offsets_without_values() -> None:
+    q, k, v = make()
+    on_meta = [x.to("meta") for x in (q, k, v)]
+    got = explain(*on_meta, Document(torch.zeros(3, dtype=torch.int32, device="meta")))
+    assert got.pairs is None and any("offsets" in note for note in got.notes)
+    with FakeTensorMode() as mode:
+        mask = Document(torch.tensor([0, 50, 100], dtype=torch.int32))
+        got = explain(*map(mode.from_tensor, (q, k, v)), mask)
+        assert str(mask) == repr(mask)
+    assert got.pairs is None and any("offsets" in note for note in got.notes)
+
+
+def test_keys_beyond_any_tile() -> None:
+    """The composed backend takes all keys at once, however many: its tile is not one that the counts could walk."""
+    q, k = torch.empty(1, 1, 3, 8, device="meta"), torch.empty(1, 1, 2**31 - 65537, 8, device="meta")
+    assert explain(q, k, k, softcap=2.0).pairs == 3 * (2**31 - 65537)
+    for block in ((1, 65537), (65537, 1), (0, 1), (1, -1)):
+        with pytest.raises(ValueError, match=r"block_q, block_kv: .*at most 65536"):
+            _C.tile_counts(0, [], [], 1, 1, 10, 10, *block)
 
 
 def test_the_note_on_gradients() -> None:

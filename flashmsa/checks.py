@@ -6,7 +6,6 @@ and what is allowed.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from .masks import Mask
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 _FP32_MAX = torch.finfo(torch.float32).max
+_FP64_MAX = torch.finfo(torch.float64).max
 # A gap of ours, not a mistake of the caller's.
 _FP8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
 
@@ -66,7 +66,8 @@ def check_arguments(
     if scale is not None:
         _check_number("scale", scale)
         # The computation is in fp32; only fp64 keeps a scale beyond it.
-        if q.dtype != torch.float64 and isinstance(scale, (int, float)) and abs(scale) > _FP32_MAX:
+        symbolic = isinstance(scale, (torch.SymFloat, torch.SymInt))
+        if q.dtype != torch.float64 and not symbolic and abs(float(scale)) > _FP32_MAX:
             raise ValueError(f"scale: {scale} is not finite in fp32; the default is 1/sqrt({q.shape[3]})")
     _check_number("softcap", softcap)
     if softcap < 0.0:
@@ -81,6 +82,12 @@ def check_arguments(
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
+        if x.is_nested:
+            raise TypeError(f"{name}: a nested tensor is not supported; pack the sequences under a Document mask")
+        if x.layout != torch.strided:
+            raise TypeError(
+                f"{name}: layout {x.layout} is not supported; must be torch.strided, as by {name}.to_dense()"
+            )
         if x.dim() != 4:
             raise ValueError(f"{name}: shape {tuple(x.shape)}; must be (batch, heads, sequence, head_dim)")
         _check_dtype(name, x)
@@ -129,11 +136,18 @@ def _check_mask_tensors(q: Tensor, mask: Mask | None) -> None:
 
 
 def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return
+    # NOTE: not what float() takes: reading a tensor waits for its device and drops its gradient.
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, (int, float)) or hasattr(value, "__float__")):
         raise TypeError(f"{name}: {type(value).__name__}; must be a number")
     # NOTE: no math.isfinite: torch.compile of torch 2.11 breaks the graph there. NaN compares false.
-    if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
-        raise ValueError(f"{name}: {value}; must be finite")
+    if not isinstance(value, (int, float)):
+        value = float(value)
+    if not -_FP64_MAX <= value <= _FP64_MAX:
+        raise ValueError(
+            f"{name}: {value if isinstance(value, float) else 'an int that no float holds'}; must be finite"
+        )
 
 
 def _check_per_head(name: str, x: Tensor | None, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:

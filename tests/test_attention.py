@@ -397,6 +397,40 @@ def test_out_may_stand_beside_q(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", ONE_EACH)
+def test_out_that_shares_memory_lazily(target: Target) -> None:
+    """A lazy clone takes memory of its own when it is written to: its source keeps its values."""
+    q, k, v = make_qkv(target, 2, 2, 70, 70, 64)
+    source = torch.full_like(q, 7.0)
+    out = torch._lazy_clone(source)
+    flashmsa.attention(q, k, v, backend=target.backend, out=out)
+    assert (source == 7.0).all()
+    check(out, None, q, k, v)
+    own = torch._lazy_clone(q)
+    before = q.clone()
+    flashmsa.attention(q, k, v, backend=target.backend, out=own)
+    assert torch.equal(q, before)
+    check(own, None, q, k, v)
+
+
+@pytest.mark.parametrize("target", ONE_EACH)
+def test_views_that_negate(target: Target) -> None:
+    """Such a view holds the negated values. As an input it is read as what it stands for."""
+    q, k, v = make_qkv(target, 2, 2, 70, 70, 64)
+    views = [torch._neg_view(-x) for x in (q, k, v)]
+    assert all(x.is_neg() for x in views)
+    check(flashmsa.attention(*views, backend=target.backend), None, q, k, v)
+    memory = torch.full_like(q, 7.0)
+    out = torch._neg_view(memory)
+    if target.backend == "torch":
+        flashmsa.attention(q, k, v, backend=target.backend, out=out)
+        check(out, None, q, k, v)
+    else:
+        with pytest.raises(ValueError, match=r"out: a view that negates .*resolve_neg"):
+            flashmsa.attention(q, k, v, backend=target.backend, out=out)
+        assert (memory == 7.0).all()
+
+
+@pytest.mark.parametrize("target", ONE_EACH)
 def test_what_is_returned(target: Target) -> None:
     q, k, v = make_qkv(target, 2, 4, 10, 20, 16, 24)
     only = flashmsa.attention(q, k, v, backend=target.backend)

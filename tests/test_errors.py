@@ -103,6 +103,15 @@ def test_fp8_is_a_gap(call: Call) -> None:
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_layout_without_strides(call: Call, name: str) -> None:
+    x = getattr(call, name)
+    call.changed(**{name: x.to_sparse()}).raises(TypeError, rf"\b{name}\b", "(?i)sparse", r"\.to_dense\(\)")
+    packed = torch.nested.nested_tensor(list(x), layout=torch.jagged)
+    call.changed(**{name: packed}).raises(TypeError, rf"\b{name}\b", "nested", "Document")
+
+
+@EVERYWHERE
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_dtypes_differ(call: Call, name: str) -> None:
     call.changed(**{name: getattr(call, name).to(torch.float64)})
@@ -176,6 +185,23 @@ def test_head_dim(call: Call, dim: int) -> None:
     Call(call.target).changed(v=wrong[2]).raises(kinds, r"\bv\b", rf"\b{dim}\b", *limits, nearest)
 
 
+@pytest.mark.gpu
+def test_more_tiles_than_the_kernels_count() -> None:
+    one = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16, device="cuda")
+    k = one.expand(2**15, 1, 1, 8)
+    with pytest.raises(ValueError, match=r"q: batch 32768 x 65536 heads .*above the limit"):
+        flashmsa.attention(one.expand(2**15, 2**16, 1, 8), k, k)
+    torch.cuda.empty_cache()
+
+
+def test_mask_kind_of_the_operator() -> None:
+    """Of 64 bits: no kind is one of ours modulo 2^32."""
+    call = Call(Target("cpu", "cpu", torch.float32))
+    for kind in (-1, 3, 2**32, 2**32 + 1):
+        with pytest.raises(ValueError, match=f"mask: kind {kind} is unknown"):
+            torch.ops.flashmsa.attention(call.q, call.k, call.v, kind, [], [], None, False)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # scale and the arguments whose features are not there yet
 
@@ -189,6 +215,23 @@ def test_scale_is_not_finite(call: Call, scale: float) -> None:
 @EVERYWHERE
 def test_scale_is_not_a_number(call: Call) -> None:
     call.changed(scale="0.1").raises(TypeError, r"\bscale\b")
+    call.changed(scale=1j).raises(TypeError, r"\bscale\b", "complex")
+    call.changed(scale=True).raises(TypeError, r"\bscale\b", "bool")
+    call.changed(scale=10**400).raises(ValueError, r"\bscale\b", "finite")
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_scale_is_no_tensor(call: Call, requires_grad: bool) -> None:
+    """Reading one would wait for its device, and drop the gradient of a learnt one in silence."""
+    scale = torch.tensor(0.125, device=call.q.device, requires_grad=requires_grad)
+    call.changed(scale=scale).raises(TypeError, r"\bscale\b", "Tensor")
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("scale", [np.float32(0.25), np.float64(0.25), np.int64(1), 1])
+def test_scale_is_any_number(call: Call, scale: float) -> None:
+    check(call.changed(scale=scale)(), None, call.q, call.k, call.v, scale=float(scale))
 
 
 @pytest.mark.parametrize("target", NATIVE_ONE_EACH)
@@ -248,15 +291,16 @@ def test_out_has_no_gradient(call: Call) -> None:
     call.changed(out=out).raises((NotImplementedError, ValueError, RuntimeError), r"\bq\b|\bout\b", "no_grad|grad")
 
 
-@pytest.mark.parametrize("target", NO_BACKWARD)
+@EVERYWHERE
 def test_vmap_raises(call: Call) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError)):
+    with pytest.raises(NotImplementedError, match="vmap") as caught:
         torch.func.vmap(lambda q: flashmsa.attention(q, call.k, call.v, backend=call.target.backend))(call.q[None])
+    assert "backend" not in str(caught.value), "no backend has it"
 
 
-@pytest.mark.parametrize("target", NO_BACKWARD)
+@EVERYWHERE
 def test_forward_mode_ad_raises(call: Call) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError)):
+    with pytest.raises(NotImplementedError, match=r"forward-mode|jvp"):
         torch.func.jvp(
             lambda q: flashmsa.attention(q, call.k, call.v, backend=call.target.backend), (call.q,), (call.q,)
         )
@@ -271,6 +315,8 @@ def test_mask_of_another_type(call: Call) -> None:
     call.changed(mask="causal").raises(TypeError, r"\bmask\b", "str", "Causal")
     call.changed(mask=True).raises(TypeError, r"\bmask\b", "bool", "Causal")
     call.changed(mask=flashmsa.Causal).raises(TypeError, r"\bmask\b", "type")
+    with pytest.raises(TypeError, match=r"Mask: .*Causal\(\)"):
+        flashmsa.Mask()
     dense = torch.ones(20, 30, dtype=torch.bool, device=call.q.device)
     call.changed(mask=dense).raises((TypeError, NotImplementedError), r"\bmask\b", "Tensor")
 

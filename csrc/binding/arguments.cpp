@@ -162,12 +162,12 @@ void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_ten
     TORCH_CHECK_VALUE(ints == 0 || mask_ints[0] == 0 || mask_ints[0] == 1, "mask: ", name, "'s flag is ", mask_ints[0],
                       "; must be 0 or 1");
   };
-  switch (static_cast<MaskKind>(mask)) {
-    case MaskKind::kDense:
+  switch (mask) {
+    case static_cast<int64_t>(MaskKind::kDense):
       return expect("Dense", 0, 0);
-    case MaskKind::kCausal:
+    case static_cast<int64_t>(MaskKind::kCausal):
       return expect("Causal", 1, 0);
-    case MaskKind::kDocument:
+    case static_cast<int64_t>(MaskKind::kDocument):
       expect("Document", 1, 2);
       check_offsets<Int>("offsets", mask_tensors[0], batch, device);
       check_offsets<Int>("kv_offsets", mask_tensors[1], batch, device);

@@ -4,6 +4,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include <limits>
+
 #include "binding/backend.h"
 #include "fwd/forward.h"
 
@@ -41,6 +43,15 @@ const std::vector<DeviceFacts>& all_device_facts() {
 
 const DeviceFacts& device_facts(at::Device device) { return all_device_facts().at(device.index()); }
 
+// Tiles are numbered by int32, and handed out beyond the last one once for each SM.
+void check_tile_count(const AttentionParams& p, const fwd::KernelInfo& kernel) {
+  constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() - 65536;
+  const int64_t row_blocks = ceil_div(p.len_q, kernel.block_q);
+  const int64_t slices = int64_t{p.batch} * p.heads_q;
+  TORCH_CHECK_VALUE(slices <= kMaxTiles / row_blocks, "q: batch ", p.batch, " x ", p.heads_q, " heads x ", row_blocks,
+                    " blocks of ", kernel.block_q, " rows are above the limit of ", kMaxTiles, "; split the batch");
+}
+
 // The kernels take a positive scale. A negative one moves into q, and zero makes q zero: NaN and inf in it stay NaN.
 void make_scale_positive(Call& call) {
   AttentionParams& p = call.params;
@@ -66,10 +77,12 @@ at::Tensor CudaBackend::empty(at::IntArrayRef sizes, at::IntArrayRef strides, at
 }
 
 void CudaBackend::run(Call& call) {
-  TORCH_CHECK_NOT_IMPLEMENTED(fwd::find_kernel(call.params) != nullptr, "q: dtype ", dtype_name(call.q.scalar_type()),
-                              " with head_dim ", call.params.head_dim, " and ", call.params.head_dim_v,
+  const fwd::KernelInfo* kernel = fwd::find_kernel(call.params);
+  TORCH_CHECK_NOT_IMPLEMENTED(kernel != nullptr, "q: dtype ", dtype_name(call.q.scalar_type()), " with head_dim ",
+                              call.params.head_dim, " and ", call.params.head_dim_v,
                               " has no sm90 kernel; torch.float16 and torch.bfloat16 have, and backend=\"torch\" runs "
                               "any dtype");
+  check_tile_count(call.params, *kernel);
   make_scale_positive(call);
   const int num_sms = device_facts(call.q.device()).num_sms;
   const size_t bytes = fwd::workspace_size(call.params, num_sms);

@@ -29,7 +29,14 @@ const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
 
 const at::Tensor& read_tensor(const char* name, PyObject* object) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), name, ": must be a torch.Tensor, not ", type_name(object));
-  return THPVariable_Unpack(object);
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  // Here, because the dispatcher knows no operator of ours for them and says only that.
+  TORCH_CHECK_TYPE(!tensor.is_nested(), name,
+                   ": a nested tensor is not supported; pack the sequences one after another "
+                   "under a Document mask");
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": layout ", tensor.layout(),
+                   " is not supported; must be torch.strided, as ", name, ".to_dense() gives");
+  return tensor;
 }
 
 int64_t read_int(const char* name, PyObject* object) {
@@ -43,9 +50,14 @@ int64_t read_int(const char* name, PyObject* object) {
 
 std::optional<double> read_scale(PyObject* object) {
   if (object == Py_None) return std::nullopt;
+  // NOTE: a tensor is a number to Python as well, but reading it waits for its device and drops its gradient.
+  TORCH_CHECK_TYPE(!THPVariable_Check(object) && !PyBool_Check(object), "scale: must be a float or None, not ",
+                   type_name(object), THPVariable_Check(object) ? "; multiply q by it instead" : "");
   const double value = PyFloat_AsDouble(object);
   if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
     PyErr_Clear();
+    TORCH_CHECK_VALUE(!too_large, "scale: an int that no float can hold; must be finite");
     TORCH_CHECK_TYPE(false, "scale: must be a float or None, not ", type_name(object));
   }
   return value;
@@ -210,7 +222,10 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
 py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const std::vector<at::Tensor>& mask_tensors,
                      int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv) {
   check_mask<int64_t>(mask, mask_ints, mask_tensors, batch, at::kCPU);
-  TORCH_CHECK_VALUE(block_q > 0 && block_kv > 0, "block_q, block_kv: ", block_q, ", ", block_kv, "; must be positive");
+  // NOTE: lengths leave room below the largest int32 for a whole tile of this size.
+  constexpr int32_t kMaxBlock = 65536;
+  TORCH_CHECK_VALUE(block_q > 0 && block_kv > 0 && block_q <= kMaxBlock && block_kv <= kMaxBlock,
+                    "block_q, block_kv: ", block_q, ", ", block_kv, "; must be positive, at most ", kMaxBlock);
   TORCH_CHECK_VALUE(batch >= 0 && heads_q >= 0 && len_q >= 0 && len_kv >= 0,
                     "batch, heads_q, len_q, len_kv: must not be negative");
   std::array<at::Tensor, 2> offsets;

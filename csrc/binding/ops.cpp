@@ -89,6 +89,8 @@ Tensor attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
   check_arguments<int64_t>(args);
   check_out<int64_t>(args, out);
+  // Gives a lazy clone memory of its own: from here on addresses are read and written as they are.
+  if (out.numel() > 0) out.mutable_data_ptr();
   Backend::check_device(q.device());
   const c10::OptionalDeviceGuard guard = Backend::make_current(q.device());
   Tensor lse = empty_lse<Backend>(args, return_lse);
@@ -216,6 +218,10 @@ Result attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask
 
 Tensor attention_out(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
                      TensorList mask_tensors, Scale scale, bool return_lse, Tensor& out) {
+  // NOTE: the dispatcher's fallback for these takes an operator that returns something else than `out` for a broken one.
+  TORCH_CHECK_VALUE(!out.is_neg(),
+                    "out: a view that negates what is written to it; must own its values, as "
+                    "out.resolve_neg() does");
   return out_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse, out);
 }
 

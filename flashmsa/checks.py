@@ -143,7 +143,10 @@ def _check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name}: {type(value).__name__}; must be a number")
     # NOTE: no math.isfinite: torch.compile of torch 2.11 breaks the graph there. NaN compares false.
     if not isinstance(value, (int, float)):
-        value = float(value)
+        try:
+            value = float(value)
+        except TypeError:
+            raise TypeError(f"{name}: {type(value).__name__} of more than one value; must be a number") from None
     if not -_FP64_MAX <= value <= _FP64_MAX:
         raise ValueError(
             f"{name}: {value if isinstance(value, float) else 'an int that no float holds'}; must be finite"

@@ -284,3 +284,6 @@ def test_counts_must_be_positive(option: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main([option, "0"])
     assert "must be at least 1, got 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([option, "many"])
+    assert "must be a whole number, got 'many'" in capsys.readouterr().err

@@ -217,6 +217,7 @@ def test_scale_is_not_a_number(call: Call) -> None:
     call.changed(scale="0.1").raises(TypeError, r"\bscale\b")
     call.changed(scale=1j).raises(TypeError, r"\bscale\b", "complex")
     call.changed(scale=True).raises(TypeError, r"\bscale\b", "bool")
+    call.changed(scale=np.ones(2)).raises(TypeError, r"\bscale\b", "ndarray")
     call.changed(scale=10**400).raises(ValueError, r"\bscale\b", "finite")
 
 

@@ -89,10 +89,10 @@ Tensor attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
   check_arguments<int64_t>(args);
   check_out<int64_t>(args, out);
-  // Gives a lazy clone memory of its own: from here on addresses are read and written as they are.
-  if (out.numel() > 0) out.mutable_data_ptr();
   Backend::check_device(q.device());
   const c10::OptionalDeviceGuard guard = Backend::make_current(q.device());
+  // Gives a lazy clone memory of its own, on the device that is current: from here on addresses are used as they are.
+  if (out.numel() > 0) out.mutable_data_ptr();
   Tensor lse = empty_lse<Backend>(args, return_lse);
   if (takes_result_directly(args, out, Backend::kRows)) {
     run<Backend>(args, out, lse);

@@ -365,6 +365,8 @@ def peak_of(call: Callable[[], object]) -> int:
     """The most bytes of device memory that `call` holds beyond what was there before; its results count."""
     call()
     torch.cuda.synchronize()
+    # NOTE: the allocator hands out a cached block whole when less than 1 MiB of it would be left over.
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     kept = call()

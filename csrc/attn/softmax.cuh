@@ -32,7 +32,7 @@ struct OnlineSoftmax {
   // Does some row of the warp need a new reference? The same answer in all lanes.
   // PERF: an integer maximum of three (VIMNMX3) does two elements an instruction. The bits of positive floats are ordered
   // as integers, above those of all negative ones; NaN is above infinity. A limit that is not positive is no such bound:
-  // raise() then sets one that every block outgrows, and looks at the floats itself.
+  // raise() then sets one that every block outgrows (-0.0 has its bits, so equal counts), and looks at the floats itself.
   template <int kCount>
   __device__ __forceinline__ bool outgrown(const float (&s)[kCount]) const {
     int32_t maximum[2] = {INT32_MIN, INT32_MIN};
@@ -41,7 +41,7 @@ struct OnlineSoftmax {
       const int slot = sm90::Accumulator::row_slot(e);
       maximum[slot] = max(max(__float_as_int(s[e]), __float_as_int(s[e + 1])), maximum[slot]);
     }
-    return __any_sync(~0u, maximum[0] > limit[0] || maximum[1] > limit[1]);
+    return __any_sync(~0u, maximum[0] >= limit[0] || maximum[1] >= limit[1]);
   }
 
   // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take.

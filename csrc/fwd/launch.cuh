@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <limits>
 #include <string>
 
 #include "core/cuda_check.h"
@@ -74,7 +76,8 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.q_heads_per_kv_head = p.heads_q / p.heads_kv;
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
-  params.scale_log2 = static_cast<float>(p.scale) * kLog2E;
+  // NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
+  params.scale_log2 = std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
   params.inverse_scale_log2 = 1.0f / params.scale_log2;
   return params;
 }

@@ -37,20 +37,16 @@ __device__ __forceinline__ void producer(const KernelParams<Mask>& params, Share
   int32_t tile = blockIdx.x;
   uint32_t key_blocks = 0;  // of K handed to TMA so far; V runs one behind within a tile
 
-  const auto load_k = [&](const TileWork<Mask>& work, int32_t step, uint32_t n) {
+  // Key block `step` of a tile into the ring's n-th use: K and V alike.
+  const auto load = [&](const TileWork<Mask>& work, int32_t step, uint32_t n, auto& ring, sm90::Barrier* full,
+                        sm90::Barrier* empty, const sm90::TensorMap& tensor) {
     const uint32_t stage = S::KvRing::stage(n);
-    shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
-    shared.full_k[stage].arrive_expect(S::KTile::kBytes);
-    sm90::load_tile<typename S::KTile>(shared.k[stage], params.k, work.tiles.visit(step) * Config::kBlockKv,
-                                       work.head / params.q_heads_per_kv_head, work.batch, shared.full_k[stage]);
+    empty[stage].wait(S::KvRing::empty_parity(n));
+    full[stage].arrive_expect(S::KTile::kBytes);
+    sm90::load_tile<typename S::KTile>(ring[stage], tensor, work.tiles.visit(step) * Config::kBlockKv,
+                                       work.head / params.q_heads_per_kv_head, work.batch, full[stage]);
   };
-  const auto load_v = [&](const TileWork<Mask>& work, int32_t step, uint32_t n) {
-    const uint32_t stage = S::KvRing::stage(n);
-    shared.empty_v[stage].wait(S::KvRing::empty_parity(n));
-    shared.full_v[stage].arrive_expect(S::VTile::kBytes);
-    sm90::load_tile<typename S::VTile>(shared.v[stage], params.v, work.tiles.visit(step) * Config::kBlockKv,
-                                       work.head / params.q_heads_per_kv_head, work.batch, shared.full_v[stage]);
-  };
+  static_assert(std::is_same_v<typename S::KTile, typename S::VTile>);
 
   // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
   if constexpr (Mask::kPlanned) cudaGridDependencySynchronize();
@@ -78,8 +74,10 @@ __device__ __forceinline__ void producer(const KernelParams<Mask>& params, Share
                                        work.batch, shared.full_q[q_stage]);
     const int32_t steps = work.tiles.count();
     for (int32_t step = 0; step <= steps; ++step) {
-      if (step < steps) load_k(work, step, key_blocks + step);
-      if (step > 0) load_v(work, step - 1, key_blocks + step - 1);
+      if (step < steps) load(work, step, key_blocks + step, shared.k, shared.full_k, shared.empty_k, params.k);
+      if (step > 0) {
+        load(work, step - 1, key_blocks + step - 1, shared.v, shared.full_v, shared.empty_v, params.v);
+      }
     }
     key_blocks += steps;
     tile = next;

@@ -71,7 +71,9 @@ __global__ void __launch_bounds__(kPlanThreads)
   // 3. Scatter.
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
     const PlanEntry<Mask> entry = make_entry(p, i);
-    plan[atomicAdd(&bucket_start[bucket_of(entry)], 1)] = entry;
+    const int32_t slot = atomicAdd(&bucket_start[bucket_of(entry)], 1);
+    // Only offsets that another stream changes between the two passes could lead past the plan's end.
+    if (slot < entries) plan[slot] = entry;
   }
 }
 

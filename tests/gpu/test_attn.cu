@@ -285,6 +285,7 @@ const RowKind kFiniteKinds[] = {
     {"all 6e4", [](Random&, int, float) { return 6e4f; }},
     {"all 0", [](Random&, int, float) { return 0.0f; }},
     {"all -0", [](Random&, int, float) { return -0.0f; }},
+    {"-0 after -inf", [](Random&, int key, float) { return key < 2 * kKeys ? -kInfinity : -0.0f; }},
     {"one 1e4 above",
      [](Random& random, int key, float unit) { return any(random, unit) + (key == 517 ? 1e4f : 0.0f); }},
     {"1e4 up and down", [](Random& random, int, float) { return 1e4f * static_cast<float>(random.normal()); }},

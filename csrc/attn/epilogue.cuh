@@ -4,7 +4,6 @@
 #include "attn/softmax.cuh"
 #include "sm90/fragment.h"
 #include "sm90/matrix.cuh"
-#include "sm90/tma.cuh"
 
 namespace flashmsa::attn {
 

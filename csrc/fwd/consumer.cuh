@@ -64,6 +64,9 @@ struct Consumer {
     return warpgroup * sm90::kWarpgroupRows + thread() / 32 * sm90::kWarpRows;
   }
 
+  // The same of the tensor.
+  __device__ __forceinline__ int32_t first_row() const { return work().row_block * Config::kBlockQ + warp_row(); }
+
   // A value that is the same in all lanes, made known as such. PERF: what decides loops and ring positions must be, or
   // descriptors leave the uniform registers and every wgmma waits for two moves (d128 dense: -12 %).
   static __device__ __forceinline__ int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
@@ -252,7 +255,7 @@ struct Consumer {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
-      const int32_t row = tile.row_block * Config::kBlockQ + warp_row() + lane() / 4 + 8 * slot;
+      const int32_t row = first_row() + lane() / 4 + 8 * slot;
       rows[slot] = Mask::row(params.mask, tile.block, min_of(row, params.len_q - 1));
     }
     int32_t step = uniform(mine.front);
@@ -284,7 +287,7 @@ struct Consumer {
     using OTile = typename S::OTile;
     constexpr int kPass = Config::kOColumns / 2;  // accumulators of one pass through the buffer
     const TileWork<Mask>& tile = work();
-    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
+    const int32_t first_row = this->first_row();
     const uint32_t staging = static_cast<uint32_t>(__cvta_generic_to_shared(shared.o));
     float inverse[2], lse[2];
     y.softmax.finish(inverse, lse);
@@ -315,7 +318,7 @@ struct Consumer {
   __device__ __forceinline__ void store_slowly() {
     const TileWork<Mask> tile = work();
     const int32_t kv_head = tile.head / params.q_heads_per_kv_head;
-    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
+    const int32_t first_row = this->first_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
@@ -332,7 +335,7 @@ struct Consumer {
   // Rows that see no key: zeros and -inf.
   __device__ __forceinline__ void store_empty() {
     const TileWork<Mask>& tile = work();
-    const int32_t first_row = tile.row_block * Config::kBlockQ + warp_row();
+    const int32_t first_row = this->first_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {

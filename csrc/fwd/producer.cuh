@@ -13,20 +13,18 @@ __device__ __forceinline__ TileWork<Mask> decode_tile(const KernelParams<Mask>& 
   TileWork<Mask> work;
   work.head = index.slice % params.heads_q;
   work.batch = index.slice / params.heads_q;
+  sched::PlanEntry<Mask> entry;
   if constexpr (Mask::kPlanned) {
-    const sched::PlanEntry<Mask> entry = params.plan[index.row_rank];
-    work.row_block = entry.row_block;
-    work.tiles = entry.tiles;
-    work.block = entry.block;
+    entry = params.plan[index.row_rank];
     work.batch += entry.block.batch;
   } else {
     // Bottom-up: under a causal mask the last rows are the longest.
-    work.row_block = params.order.row_blocks - 1 - index.row_rank;
-    const int32_t first_row = work.row_block * Config::kBlockQ;
-    const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
-    work.block = Mask::block(params.mask, work.batch, first_row, last_row);
-    work.tiles = mask::block_tiles<Mask>(params.mask, work.block, first_row, last_row, Config::kBlockKv);
+    entry = sched::plan_row_block<Mask>(params.mask, work.batch, params.order.row_blocks - 1 - index.row_rank,
+                                        Config::kBlockQ, Config::kBlockKv, params.len_q);
   }
+  work.row_block = entry.row_block;
+  work.tiles = entry.tiles;
+  work.block = entry.block;
   return work;
 }
 

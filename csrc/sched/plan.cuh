@@ -19,13 +19,7 @@ struct PlanParams {
 
 template <class Mask>
 __device__ __forceinline__ PlanEntry<Mask> make_entry(const PlanParams<Mask>& p, int32_t index) {
-  PlanEntry<Mask> entry;
-  entry.row_block = index % p.row_blocks;
-  const int32_t first_row = entry.row_block * p.block_q;
-  const int32_t last_row = min_of(first_row + p.block_q, p.len_q) - 1;
-  entry.block = Mask::block(p.mask, index / p.row_blocks, first_row, last_row);
-  entry.tiles = mask::block_tiles<Mask>(p.mask, entry.block, first_row, last_row, p.block_kv);
-  return entry;
+  return plan_row_block<Mask>(p.mask, index / p.row_blocks, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
 }
 
 // Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. Entries are made twice rather

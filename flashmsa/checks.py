@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import Mask
+from .masks import Mask, lower
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -128,7 +128,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_mask_tensors(q: Tensor, mask: Mask | None) -> None:
-    for x in () if mask is None else mask._lower()[2]:
+    for x in lower(mask)[2]:
         if x.device != q.device:
             raise ValueError(f"mask: on {x.device}, q on {q.device}; use mask.to({str(q.device)!r})")
         if x.dim() == 2 and x.shape[0] != q.shape[0]:

@@ -61,7 +61,7 @@ def reject(backend: str, q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> Re
     gap = gap_reason(backend, q.dtype, gaps)
     # NOTE: not while tracing: with dynamic=True the mask kind is a symbol there. The operator itself would raise.
     if gap is None and backend == "sm90" and not is_compiling() and not kernel_exists(mask_kind, q.dtype):
-        gap = f"no kernel was compiled for mask kind {mask_kind} in {_name(q.dtype)}"
+        gap = f"no kernel was compiled for mask kind {mask_kind} in {dtype_name(q.dtype)}"
     return None if gap is None else Rejection(backend, gap, NotImplementedError)
 
 
@@ -69,13 +69,14 @@ def gap_reason(backend: str, dtype: torch.dtype, gaps: tuple[str, ...]) -> str |
     """What a native backend lacks for this dtype and these options, on any machine; None where nothing."""
     dtypes = SM90_DTYPES if backend == "sm90" else CPU_DTYPES
     if dtype not in dtypes:
-        return f"no kernel for {_name(dtype)}, only for {', '.join(map(_name, dtypes))}"
+        return f"no kernel for {dtype_name(dtype)}, only for {', '.join(map(dtype_name, dtypes))}"
     if gaps:
         return f"{', '.join(gaps)}: not in the native backends yet"
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the ``torch.`` in front."""
     return str(dtype).removeprefix("torch.")
 
 

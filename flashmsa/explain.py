@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
-from .dispatch import BACKENDS, SDPA_BELOW, build_reason, choose, gap_reason, reject
-from .masks import Mask, has_values
+from .dispatch import BACKENDS, SDPA_BELOW, build_reason, choose, dtype_name, gap_reason, reject
+from .masks import Mask, has_values, lower
 from .ops import autocast, check_backend, option_gaps
 
 _CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
@@ -118,7 +118,7 @@ def explain(
     q, k, v = autocast(q, k, v)
     check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
     gaps = option_gaps(softcap, sinks, alibi_slopes)
-    kind = 0 if mask is None else mask._lower()[0]
+    kind = lower(mask)[0]
     notes = []
     if backend is None:
         chosen, rejections = choose(q, kind, gaps)
@@ -205,7 +205,7 @@ def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> t
 
 
 def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int]) -> dict[str, int] | None:
-    kind, ints, tensors = (0, (), ()) if mask is None else mask._lower()
+    kind, ints, tensors = lower(mask)
     if not all(map(has_values, tensors)):
         return None
     values = [x.cpu() for x in tensors]
@@ -216,7 +216,7 @@ def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int])
 def _describe_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> str:
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     mask_text = "Dense()" if mask is None else repr(mask)
-    return f"{shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device}, mask {mask_text}"
+    return f"{shapes}, {dtype_name(q.dtype)} on {q.device}, mask {mask_text}"
 
 
 def _short(number: float) -> str:

@@ -319,6 +319,11 @@ class Document(Mask):
         return f"Document({', '.join(fields)})"
 
 
+def lower(mask: Mask | None) -> Lowered:
+    """``mask`` as the native operator takes it; None is ``Dense()``."""
+    return Dense._lowered if mask is None else mask._lower()
+
+
 def has_values(x: Tensor) -> bool:
     """Whether there is anything to read: not on the meta device, nor in a tensor that stands for one in a trace."""
     return x.device.type != "meta" and type(x).__name__ != "FakeTensor"

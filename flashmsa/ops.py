@@ -10,11 +10,11 @@ from torch import Tensor
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_mask, check_tensor
 from .dispatch import BACKENDS, CPU_DTYPES, MASK_KINDS, choose, kernel_exists, named_error, reject, warn_once
-from .masks import Mask
+from .masks import Dense, Mask, lower
 
 _native = _C.attention
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_DENSE = (0, (), ())
+_DENSE = Dense._lowered
 # Asked once: torch.compile cannot trace the question.
 _AUTOCAST = frozenset(x for x in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(x))
 
@@ -139,7 +139,7 @@ def _attention(
 def _run_native(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, return_lse: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    kind, ints, tensors = _DENSE if mask is None else mask._lower()
+    kind, ints, tensors = lower(mask)
     # NOTE: a tracer has to see the operator; the binding's entry skips torch.ops' parsing of arguments.
     if _is_dynamo_compiling():
         op = torch.ops.flashmsa.attention
@@ -159,7 +159,7 @@ def option_gaps(softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | Non
 
 def _resolve(backend: str | None, q: Tensor, mask: Mask | None, gaps: tuple[str, ...]) -> tuple[str, str | None]:
     """The backend to run, and where that is ``torch`` by default, why."""
-    kind = 0 if mask is None else mask._lower()[0]
+    kind = lower(mask)[0]
     if backend is None:
         chosen, rejections = choose(q, kind, gaps)
         if chosen != "torch":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dispatch import machine_reason
+from .dispatch import dtype_name, machine_reason
 from .masks import Causal, Dense, Document, Mask
 from .ops import attention
 from .reference import reference
@@ -48,7 +48,7 @@ class Target:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{self.backend} on {self.device}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.backend} on {self.device}, {dtype_name(self.dtype)}"
 
 
 def targets() -> Iterator[Target]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashmsa
 
+from ..dispatch import dtype_name
 from .batches import Packed, TokenIds
 from .corpus import Entry
 from .encoder import Encoder
@@ -32,7 +33,7 @@ def print_setting(plan: Plan, encoder: Encoder, ids: TokenIds) -> None:
     print(f"texts    {len(ids)} docstrings of Python {platform.python_version()}, {sum(lengths)} tokens,")
     print(f"         {min(lengths)} to {max(lengths)} each")
     print(f"model    all-MiniLM-L6-v2: {len(encoder.layers)} layers, {encoder.heads} heads of {encoder.head_dim},")
-    print(f"         {_name(plan.dtype)} on {plan.device} ({machine})")
+    print(f"         {dtype_name(plan.dtype)} on {plan.device} ({machine})")
     print(f"packed   {len(first.lengths)} texts to a sequence of {first.tokens.numel()} tokens, no padding,")
     print("         kept apart by a Document mask. Its attention:\n")
     print(flashmsa.explain(q, k, v, first.mask), flush=True)
@@ -77,7 +78,3 @@ def print_speed(ways: Ways, plan: Plan, ids: TokenIds) -> None:
         padding, relative = 1 - tokens / way.computed, ways.packed.seconds / way.seconds
         name = f"{way.name} ({plan.batch})" if way in (ways.sorted, ways.padded) else way.name
         print(f"  {name:<32}{padding:>10.0%}{way.seconds:>12.3f}{tokens / way.seconds:>12.0f}{relative:>10.2f}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

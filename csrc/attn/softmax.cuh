@@ -16,6 +16,8 @@ namespace flashmsa::attn {
 inline constexpr float kNegativeInfinity = -__builtin_huge_valf();
 // PERF: 8 is far below fp16's range (2^16) and makes rescales rare after the first tiles.
 inline constexpr float kLazyGrowth = 8.0f;
+// From here on the rounding of the bound itself would add to the growth: P would leave fp16's range at 2^25.
+inline constexpr float kLazyEnd = 0x1p20f;
 
 struct OnlineSoftmax {
   float reference[2] = {kNegativeInfinity, kNegativeInfinity};  // in the exponent's units; -inf: no visible key yet
@@ -63,7 +65,8 @@ struct OnlineSoftmax {
       factor[slot] = sm90::exp2_approx(old_reference + offset(slot));
       sum[slot] *= factor[slot];
       const float bound = (reference[slot] + kLazyGrowth) * inverse_scale_log2;
-      limit[slot] = bound >= 0.0f ? __float_as_int(bound) : kAlwaysOutgrown;
+      const bool lazy = bound >= 0.0f && reference[slot] < kLazyEnd;
+      limit[slot] = lazy ? __float_as_int(bound) : kAlwaysOutgrown;
     }
   }
 

@@ -77,39 +77,14 @@ struct Consumer {
   }
 
   // The tile at hand. NOTE: read again where it is needed rather than kept in registers through the main loop.
-  __device__ __forceinline__ const TileWork<Mask>& work() const { return work(round); }
+  __device__ __forceinline__ const TileWork<Mask, Config>& work() const { return work(round); }
 
-  __device__ __forceinline__ const TileWork<Mask>& work(uint32_t round) const {
+  __device__ __forceinline__ const TileWork<Mask, Config>& work(uint32_t round) const {
     return shared.work[S::WorkRing::stage(round)];
   }
 
   // SYNC: all threads arrive, because all have read the slot.
   __device__ __forceinline__ void finish_work() { shared.empty_work[S::WorkRing::stage(round)].arrive(); }
-
-  // Which key blocks of the tile this warpgroup's 64 rows meet, in visit order: `front` blocks that lie right of all of
-  // them, `steps` to attend to, `back` blocks left of all of them.
-  struct Span {
-    int32_t front, steps, back;
-  };
-
-  __device__ __forceinline__ Span span(uint32_t round) const {
-    const TileWork<Mask>& tile = work(round);
-    const mask::KeyTiles tiles = tile.tiles;
-    const int32_t count = tiles.count();
-    const int32_t first_row = tile.row_block * Config::kBlockQ + warpgroup * sm90::kWarpgroupRows;
-    int32_t front = 0, back = 0;
-    if (first_row >= params.len_q) {
-      front = count;
-    } else if (tiles.partial_count() > 0) {
-      const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, params.len_q) - 1;
-      const mask::KeyTiles mine =
-          mask::block_tiles<Mask>(params.mask, tile.block, first_row, last_row, Config::kBlockKv);
-      front = mine.count() == 0 ? count : clamp(tiles.end - mine.end, 0, count);
-      // Full blocks come last in visit order: with them there is nothing to skip at the end.
-      if (tiles.full_begin >= tiles.full_end) back = clamp(mine.begin - tiles.begin, 0, count - front);
-    }
-    return {front, count - front - back, back};
-  }
 
   // Lets key blocks pass that none of this warpgroup's rows sees.
   // SYNC: waits until they are full, so that its arrival cannot fall into an earlier phase of the ring.
@@ -142,11 +117,12 @@ struct Consumer {
   }
 
   // Tile `round`, as far as it can be prepared while the last P V of the tile before is in flight. False: there is none.
+  // SYNC: the producer gets there whatever blocks of the tile before are still to be let pass: see producer.cuh.
   __device__ __forceinline__ bool open_tile(Scores& x, uint32_t round, Span& mine) {
     const uint32_t slot = S::WorkRing::stage(round);
     shared.full_work[slot].wait(S::WorkRing::full_parity(round));
     if (uniform(shared.work[slot].row_block) < 0) return false;
-    mine = span(round);
+    mine = shared.work[slot].spans[warpgroup];
     if constexpr (Config::kQInRegisters) {
       wait_q(round);
       load_q(x, round);
@@ -249,7 +225,7 @@ struct Consumer {
     issue_scores(x);
 
     // In the shadow of the first S: what the rows may see, and how many blocks need a test.
-    const TileWork<Mask>& tile = work();
+    const TileWork<Mask, Config>& tile = work();
     const mask::KeyTiles tiles = tile.tiles;
     mask::Interval rows[2];
 #pragma unroll
@@ -286,7 +262,7 @@ struct Consumer {
   __device__ __forceinline__ void store(Output& y) {
     using OTile = typename S::OTile;
     constexpr int kPass = Config::kOColumns / 2;  // accumulators of one pass through the buffer
-    const TileWork<Mask>& tile = work();
+    const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
     const uint32_t staging = static_cast<uint32_t>(__cvta_generic_to_shared(shared.o));
     float inverse[2], lse[2];
@@ -316,16 +292,15 @@ struct Consumer {
 
   // This warp's rows again, key by key; see attn/slow_rows.cuh.
   __device__ __forceinline__ void store_slowly() {
-    const TileWork<Mask> tile = work();
-    const int32_t kv_head = tile.head / params.q_heads_per_kv_head;
+    const TileWork<Mask, Config> tile = work();
     const int32_t first_row = this->first_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
       const float lse = attn::slow_row<Element>(
           attn::row_of<Element>(params.q_rows, tile.batch, tile.head, row),
-          attn::row_of<Element>(params.k_rows, tile.batch, kv_head, 0), params.k_rows.stride_seq,
-          attn::row_of<Element>(params.v_rows, tile.batch, kv_head, 0), params.v_rows.stride_seq,
+          attn::row_of<Element>(params.k_rows, tile.batch, tile.kv_head, 0), params.k_rows.stride_seq,
+          attn::row_of<Element>(params.v_rows, tile.batch, tile.kv_head, 0), params.v_rows.stride_seq,
           attn::row_of<Element>(params.out_rows, tile.batch, tile.head, row), params.head_dim, params.head_dim_v,
           Mask::row(params.mask, tile.block, row), params.scale_log2);
       if (params.lse != nullptr && lane() == 0) lse_rows()[row] = lse;
@@ -334,7 +309,7 @@ struct Consumer {
 
   // Rows that see no key: zeros and -inf.
   __device__ __forceinline__ void store_empty() {
-    const TileWork<Mask>& tile = work();
+    const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
@@ -358,8 +333,6 @@ struct Consumer {
       Output y;
       Span next = {};
       const int32_t steps = uniform(mine.steps), back = uniform(mine.back);
-      // NOTE: blocks that are still to be let pass hold up the producer, which has to get to the next tile first.
-      const bool open_early = steps > 0 && back == 0;
       if constexpr (!Config::kQInRegisters) wait_q(round);
       skip_blocks(mine.front);
       if (steps > 0) {
@@ -367,12 +340,13 @@ struct Consumer {
         if constexpr (!Config::kQInRegisters) release_q();
 
         issue_output(y);  // 2
-        if (open_early) more = open_tile(x, round + 1, next);
+        more = open_tile(x, round + 1, next);
         sm90::wgmma_wait<0>();
         sm90::pin_registers(y.o);
         release_v();
-      } else if constexpr (!Config::kQInRegisters) {
-        release_q();
+      } else {
+        if constexpr (!Config::kQInRegisters) release_q();
+        more = open_tile(x, round + 1, next);
       }
       skip_blocks(back);
 
@@ -384,7 +358,6 @@ struct Consumer {
       } else {
         store(y);
       }
-      if (!open_early) more = open_tile(x, round + 1, next);
       finish_work();
       mine = next;
       ++round;

@@ -34,7 +34,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (warpgroup == 0) {
     sm90::setmaxnreg_dec<Config::kRegistersProducer>();
-    if (threadIdx.x == 0) producer<Mask, Config>(params, shared);
+    if (threadIdx.x == 0) {
+      // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
+      cudaGridDependencySynchronize();
+      Producer<Mask, Config>{params, shared}.run();
+    }
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
     Consumer<Mask, Config>(params, shared, warpgroup - 1).run();

@@ -87,7 +87,7 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
   const Grid grid = make_grid<Mask, Config>(p, num_sms);
   const KernelParams<Mask> params = make_params<Mask, Config>(p, grid, workspace);
 
-  // The workspace is set in stream order: by the plan, else by a memset.
+  // The workspace is set in stream order, by a small kernel ahead.
   if constexpr (Mask::kPlanned) {
     const sched::PlanParams<Mask> plan = {
         params.mask, max_of(grid.plan_batches, 1),        grid.row_blocks, Config::kBlockQ, Config::kBlockKv,
@@ -96,14 +96,15 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
                                                                     const_cast<sched::PlanEntry<Mask>*>(params.plan));
     FLASHMSA_CHECK_CUDA(cudaGetLastError());
   } else if (grid.counter) {
-    FLASHMSA_CHECK_CUDA(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), stream));
+    sched::reset_counter_kernel<<<1, 1, 0, stream>>>(params.tile_counter);
+    FLASHMSA_CHECK_CUDA(cudaGetLastError());
   }
 
   const auto kernel = attention_forward_kernel<Mask, Config>;
   constexpr size_t kSharedBytes = sizeof(Shared<Mask, Config>);
   // Per device, and cheap: no state of ours to keep.
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  // Behind a plan the kernel's launch and prologue overlap it (programmatic dependent launch).
+  // The kernel's launch and prologue overlap that one (programmatic dependent launch).
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -113,7 +114,7 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = Mask::kPlanned ? 1 : 0;
+  config.numAttrs = Mask::kPlanned || grid.counter ? 1 : 0;
   FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
 

@@ -29,17 +29,27 @@ struct KernelParams {
   float inverse_scale_log2;            // 1 / scale_log2
 };
 
+// Which key blocks of a tile one warpgroup's 64 rows meet, in visit order: `front` blocks that lie right of all of them,
+// `steps` to attend to, `back` blocks left of all of them.
+struct Span {
+  int32_t front, steps, back;
+};
+
 // What the producer tells the consumers about their next tile.
-template <class Mask>
+template <class Mask, class Config>
 struct alignas(16) TileWork {
   int32_t row_block;  // negative: no more tiles
   int32_t head;
+  int32_t kv_head;
   int32_t batch;
   mask::KeyTiles tiles;
   typename Mask::Block block;
+  Span spans[Config::kConsumerWarpgroups];
 };
 
-inline constexpr int kWorkSlots = 2;  // the tile at hand and the next
+// SYNC: with four the producer never waits for a slot. It publishes tile t + 1 when block 0 of tile t has been issued, so
+// when K of two blocks before has been read; that is of tile t - 2 or later, hence tile t - 3 is done.
+inline constexpr int kWorkSlots = 4;
 
 template <class Mask, class Config>
 struct Shared {
@@ -67,7 +77,7 @@ struct Shared {
   sm90::Barrier full_work[kWorkSlots];    // producer (1)                      consumers
   sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  producer
 
-  TileWork<Mask> work[kWorkSlots];
+  TileWork<Mask, Config> work[kWorkSlots];
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;

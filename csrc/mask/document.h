@@ -4,6 +4,8 @@
 // and every interval inside [0, len_kv]; offsets that do not start at 0 or that decrease give meaningless but safe results.
 #pragma once
 
+#include <cstdint>
+
 #include "mask/interval.h"
 
 namespace flashmsa::mask {
@@ -22,11 +24,21 @@ struct Document {
     bool causal;  // aligned at each document's end
   };
 
+  // What a document's rows see: [begin, end), under causal row i only to i + shift.
+  struct Keys {
+    int32_t begin;
+    int32_t end;
+    int32_t shift;
+  };
+
   // The documents that the rows of a block lie in: [doc_begin, doc_end). `batch` selects the offsets.
   struct Block {
     int32_t batch;
     int32_t doc_begin;
     int32_t doc_end;
+    // Where all rows lie in one document, its keys: no row has to look at the offsets again.
+    bool one_document;
+    Keys keys;
   };
 
   static Params make_params(const AttentionParams& p) {
@@ -35,37 +47,43 @@ struct Document {
   }
 
   static FLASHMSA_HD Block block(const Params& params, int32_t batch, int32_t first_row, int32_t last_row) {
-    const int32_t first = find(params, {batch, 0, params.num_documents}, first_row);
-    const int32_t last = find(params, {batch, first, params.num_documents}, last_row);
-    return {batch, first, min_of(last + 1, params.num_documents)};
+    const int32_t first = find(params, batch, 0, params.num_documents, first_row);
+    const int32_t last = find(params, batch, first, params.num_documents, last_row);
+    return {batch, first, min_of(last + 1, params.num_documents), first == last, keys(params, batch, first)};
   }
 
   static FLASHMSA_HD Interval row(const Params& params, const Block& block, int32_t i) {
-    const int32_t d = find(params, block, i);
-    const int32_t* q = params.q_offsets + block.batch * params.offsets_stride;
-    const int32_t* kv = params.kv_offsets + block.batch * params.offsets_stride;
-    // NOTE: rows past the last offset see nothing; their empty interval lies where the last document ends.
-    if (d >= params.num_documents) {
-      const int32_t past = clamp(kv[params.num_documents], 0, params.len_kv);
-      return {past, past};
-    }
-    const int32_t begin = clamp(kv[d], 0, params.len_kv);
-    int32_t end = clamp(kv[d + 1], begin, params.len_kv);
-    if (params.causal) {
-      // 64 bits: offsets are unchecked, their difference may not fit.
-      const int64_t visible = static_cast<int64_t>(i) - q[d + 1] + kv[d + 1] + 1;
-      end = static_cast<int32_t>(clamp<int64_t>(visible, begin, end));
-    }
-    return {begin, end};
+    if (block.one_document) return visible(params, block.keys, i);
+    const int32_t document = find(params, block.batch, block.doc_begin, block.doc_end, i);
+    return visible(params, keys(params, block.batch, document), i);
   }
 
  private:
-  // The document of row i: the d in [doc_begin, doc_end) with q_offsets[d] <= i < q_offsets[d + 1]; of several candidates
-  // (empty documents share an offset) the last. num_documents when i lies past the last offset.
-  static FLASHMSA_HD int32_t find(const Params& params, const Block& block, int32_t i) {
-    const int32_t* q = params.q_offsets + block.batch * params.offsets_stride;
-    int32_t low = block.doc_begin;
-    int32_t high = block.doc_end;
+  static FLASHMSA_HD Interval visible(const Params& params, const Keys& keys, int32_t i) {
+    if (!params.causal) return {keys.begin, keys.end};
+    // 64 bits: offsets are unchecked, the sum may not fit.
+    const int64_t end = int64_t{i} + keys.shift;
+    return {keys.begin, static_cast<int32_t>(clamp<int64_t>(end, keys.begin, keys.end))};
+  }
+
+  static FLASHMSA_HD Keys keys(const Params& params, int32_t batch, int32_t document) {
+    const int32_t* q = params.q_offsets + batch * params.offsets_stride;
+    const int32_t* kv = params.kv_offsets + batch * params.offsets_stride;
+    // NOTE: rows past the last offset see nothing; their empty interval lies where the last document ends.
+    if (document >= params.num_documents) {
+      const int32_t past = clamp(kv[params.num_documents], 0, params.len_kv);
+      return {past, past, 0};
+    }
+    const int32_t begin = clamp(kv[document], 0, params.len_kv);
+    const int32_t end = clamp(kv[document + 1], begin, params.len_kv);
+    const int64_t shift = int64_t{kv[document + 1]} - q[document + 1] + 1;
+    return {begin, end, static_cast<int32_t>(clamp<int64_t>(shift, INT32_MIN, INT32_MAX))};
+  }
+
+  // The document of row i among [low, high): the d with q_offsets[d] <= i < q_offsets[d + 1]; of several candidates
+  // (empty documents share an offset) the last. `high` when i lies past q_offsets[high].
+  static FLASHMSA_HD int32_t find(const Params& params, int32_t batch, int32_t low, int32_t high, int32_t i) {
+    const int32_t* q = params.q_offsets + batch * params.offsets_stride;
     // Smallest d with q_offsets[d + 1] > i.
     while (low < high) {
       const int32_t mid = low + (high - low) / 2;

@@ -22,6 +22,13 @@ __device__ __forceinline__ PlanEntry<Mask> make_entry(const PlanParams<Mask>& p,
   return plan_row_block<Mask>(p.mask, index / p.row_blocks, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
 }
 
+// Without a plan: only the tile counter is set.
+// PERF: by a kernel rather than a memset, because the attention kernel's launch may overlap a kernel.
+static __global__ void reset_counter_kernel(int32_t* tile_counter) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  *tile_counter = 0;
+}
+
 // Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. Entries are made twice rather
 // than stored twice. Which of two equal blocks comes first is left to the atomics: no result depends on it.
 template <class Mask>

@@ -50,12 +50,16 @@ struct OnlineSoftmax {
   template <int kCount>
   __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float inverse_scale_log2,
                                         float (&factor)[2]) {
-    float maximum[2] = {s[0], s[2]};
+    // Two chains a row: the even columns, the odd ones.
+    float maximum[2] = {s[0], s[2]}, odd[2] = {s[1], s[3]};
 #pragma unroll
-    for (int e = 1; e < kCount; ++e) {
+    for (int e = 4; e < kCount; e += 2) {
       const int slot = sm90::Accumulator::row_slot(e);
       maximum[slot] = fmaxf(maximum[slot], s[e]);
+      odd[slot] = fmaxf(odd[slot], s[e + 1]);
     }
+    maximum[0] = fmaxf(maximum[0], odd[0]);
+    maximum[1] = fmaxf(maximum[1], odd[1]);
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 1));

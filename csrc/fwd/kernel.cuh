@@ -1,7 +1,7 @@
 // The forward pass on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V, one persistent CTA an SM.
 //
 // Roles       warpgroup 0: one producer thread (TMA), few registers; warpgroups 1 …: consumers, 64 rows of the tile each.
-// Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, two work slots: shared.cuh.
+// Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, work slots: shared.cuh.
 // Barriers    full_* (TMA bytes) and empty_* (one arrival a consumer warp) for Q, K, V; full_work / empty_work for tiles.
 // Schedule    1. producer: take a tile number, decode it, publish it, load Q, K(0), K(1), V(0), K(2), V(1), …
 //             2. consumers: S(0), P(0); then per key block S(i) and O += P(i-1) V(i-1) overlapped; the last P V

@@ -46,6 +46,29 @@ struct Document {
     return {m.q_offsets, m.kv_offsets, m.num_documents, m.offsets_stride, p.len_kv, m.causal};
   }
 
+  // The offsets of `batches` batches as one array, and the mask that reads them there: for those who look at all of them.
+  // `threads` callers copy a share each; `space` holds staged_size() elements.
+  static FLASHMSA_HD int64_t staged_size(const Params& params, int32_t batches) {
+    return 2 * int64_t{batches} * (params.num_documents + 1);
+  }
+
+  static FLASHMSA_HD Params stage(const Params& params, int32_t batches, int32_t* space, int32_t thread,
+                                  int32_t threads) {
+    const int32_t size = params.num_documents + 1;
+    int32_t* q = space;
+    int32_t* kv = space + batches * size;
+    for (int32_t i = thread; i < batches * size; i += threads) {
+      const int64_t from = i / size * params.offsets_stride + i % size;
+      q[i] = params.q_offsets[from];
+      kv[i] = params.kv_offsets[from];
+    }
+    Params staged = params;
+    staged.q_offsets = q;
+    staged.kv_offsets = kv;
+    staged.offsets_stride = batches > 1 ? size : 0;
+    return staged;
+  }
+
   static FLASHMSA_HD Block block(const Params& params, int32_t batch, int32_t first_row, int32_t last_row) {
     const int32_t first = find(params, batch, 0, params.num_documents, first_row);
     const int32_t last = find(params, batch, first, params.num_documents, last_row);

@@ -7,7 +7,8 @@
 //   static Params make_params(const AttentionParams&)
 //   static Block  block(params, batch, first_row, last_row)
 //   static Interval row(params, block, i)           for first_row <= i <= last_row
-//   static constexpr bool kPlanned                  rows differ by device data: tiles are planned on the device (sched/)
+//   static constexpr bool kPlanned                  rows differ by device data: tiles are planned on the device (sched/);
+//                                                   then also staged_size() and stage(), see document.h
 // and promises that both ends of row(i) never decrease with i inside a block; an empty row is [x, x) with x in that order.
 #pragma once
 

@@ -6,6 +6,8 @@
 namespace flashmsa::sched {
 
 inline constexpr int kPlanThreads = 1024;
+// What a mask may keep at hand of its device data: 32 KB.
+inline constexpr int32_t kPlanStaged = 8192;
 
 template <class Mask>
 struct PlanParams {
@@ -17,11 +19,6 @@ struct PlanParams {
   int32_t max_tiles;   // key tiles of the whole length
 };
 
-template <class Mask>
-__device__ __forceinline__ PlanEntry<Mask> make_entry(const PlanParams<Mask>& p, int32_t index) {
-  return plan_row_block<Mask>(p.mask, index / p.row_blocks, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
-}
-
 // Without a plan: only the tile counter is set.
 // PERF: by a kernel rather than a memset, because the attention kernel's launch may overlap a kernel.
 static __global__ void reset_counter_kernel(int32_t* tile_counter) {
@@ -29,14 +26,17 @@ static __global__ void reset_counter_kernel(int32_t* tile_counter) {
   *tile_counter = 0;
 }
 
-// Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. Entries are made twice rather
-// than stored twice. Which of two equal blocks comes first is left to the atomics: no result depends on it.
+// Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. A thread keeps its first entry
+// and makes the others again rather than store them. Which of two equal blocks comes first is left to the atomics: no
+// result depends on it.
+// PERF: the attention kernel waits for this one, so latency counts: the mask's offsets are read from memory once, together.
 template <class Mask>
 __global__ void __launch_bounds__(kPlanThreads)
     plan_kernel(const PlanParams<Mask> p, int32_t* tile_counter, PlanEntry<Mask>* plan) {
   static_assert(kPlanBuckets == kPlanThreads, "one thread scans one bucket");
   __shared__ int32_t bucket_start[kPlanBuckets];
   __shared__ int32_t warp_sums[kPlanThreads / 32];
+  __shared__ int32_t staged[kPlanStaged];
   const int32_t thread = threadIdx.x;
   const int32_t entries = p.batches * p.row_blocks;
   const int32_t shift = bucket_shift(p.max_tiles);
@@ -46,12 +46,26 @@ __global__ void __launch_bounds__(kPlanThreads)
 
   // The attention kernel may start while this one runs: it waits for the plan where it first needs it.
   cudaTriggerProgrammaticLaunchCompletion();
+  typename Mask::Params mask = p.mask;
+  if (Mask::staged_size(mask, p.batches) <= kPlanStaged) {
+    mask = Mask::stage(mask, p.batches, staged, thread, kPlanThreads);
+  }
   if (thread == 0) *tile_counter = 0;
   bucket_start[thread] = 0;
   __syncthreads();
+  const auto make_entry = [&](int32_t index) {
+    return plan_row_block<Mask>(mask, index / p.row_blocks, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
+  };
 
   // 1. Histogram.
-  for (int32_t i = thread; i < entries; i += kPlanThreads) atomicAdd(&bucket_start[bucket_of(make_entry(p, i))], 1);
+  PlanEntry<Mask> first = {};
+  if (thread < entries) {
+    first = make_entry(thread);
+    atomicAdd(&bucket_start[bucket_of(first)], 1);
+  }
+  for (int32_t i = thread + kPlanThreads; i < entries; i += kPlanThreads) {
+    atomicAdd(&bucket_start[bucket_of(make_entry(i))], 1);
+  }
   __syncthreads();
 
   // 2. Exclusive prefix sum over the buckets: within warps, then over the warps' totals.
@@ -64,14 +78,15 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
   if (thread % 32 == 31) warp_sums[thread / 32] = sum;
   __syncthreads();
-  int32_t before = 0;
-  for (int32_t warp = 0; warp < thread / 32; ++warp) before += warp_sums[warp];
+  int32_t before = thread % 32 < thread / 32 ? warp_sums[thread % 32] : 0;
+#pragma unroll
+  for (int32_t step = 16; step > 0; step /= 2) before += __shfl_xor_sync(~0u, before, step);
   bucket_start[thread] = before + sum - count;
   __syncthreads();
 
   // 3. Scatter.
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
-    const PlanEntry<Mask> entry = make_entry(p, i);
+    const PlanEntry<Mask> entry = i == thread ? first : make_entry(i);
     const int32_t slot = atomicAdd(&bucket_start[bucket_of(entry)], 1);
     // Only offsets that another stream changes between the two passes could lead past the plan's end.
     if (slot < entries) plan[slot] = entry;

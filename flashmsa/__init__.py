@@ -29,7 +29,7 @@ except ImportError as error:
 
 from .checked import check
 from .explain import Explanation, explain
-from .masks import Causal, Dense, Document, Mask
+from .masks import Causal, Dense, Document, Intersection, Mask, PrefixLM, SlidingWindow
 from .merge import merge_states
 from .ops import attention
 from .reference import reference
@@ -41,7 +41,10 @@ __all__ = [
     "Dense",
     "Document",
     "Explanation",
+    "Intersection",
     "Mask",
+    "PrefixLM",
+    "SlidingWindow",
     "attention",
     "check",
     "explain",

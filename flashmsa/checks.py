@@ -29,7 +29,9 @@ def check_tensor(name: str, value: Any) -> None:
 def check_mask(mask: Any) -> None:
     if mask is not None and not isinstance(mask, Mask):
         hint = "; a dense bool mask is not supported yet" if isinstance(mask, Tensor) else ""
-        raise TypeError(f"mask: {type(mask).__name__}; must be a flashmsa mask (Dense, Causal, Document) or None{hint}")
+        raise TypeError(
+            f"mask: {type(mask).__name__}; must be a flashmsa mask (Dense, Causal, Document, …) or None{hint}"
+        )
 
 
 def check_gaps(q: Tensor, dropout_p: float, config: Any) -> None:

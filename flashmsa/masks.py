@@ -3,11 +3,14 @@
 A mask is an immutable object that can be compared and printed; one that holds no tensor can be hashed as well. Its text
 drawing is its ``str``. The definitions, with p = i + len_kv - len_q the position of query i among the keys:
 
-=========  ==============================================================================================
-Dense      every key
-Causal     key j where j <= p (``align="top-left"``: p = i)
-Document   key j in the same document as i; with ``causal``, aligned at each document's end
-=========  ==============================================================================================
+=============  ==========================================================================================
+Dense          every key
+Causal         key j where j <= p (``align="top-left"``: p = i)
+SlidingWindow  key j where p - left <= j <= p + right
+PrefixLM       key j where j < prefix or j <= p
+Document       key j in the same document as i; with ``causal``, aligned at each document's end
+a & b          key j that both allow; not yet with a document mask
+=============  ==========================================================================================
 
 Every mask so far is an *interval mask*: the keys of a row form one interval [begin, end). That is all that ``_rows``
 says; sparsity, drawing and the composed backend follow from it. ``to_dense`` is written from the definition instead, so
@@ -18,6 +21,7 @@ Adding a mask: its trait in csrc/mask/, a dataclass here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Causal", "Dense", "Document", "Mask"]
+__all__ = ["Causal", "Dense", "Document", "Intersection", "Mask", "PrefixLM", "SlidingWindow"]
 
 # (kind, ints, tensors): what the native operator takes. The kinds are those of MaskKind in csrc/core/params.h.
 Lowered = tuple[int, tuple[int, ...], tuple[Tensor, ...]]
 
 _ALIGNMENTS = ("bottom-right", "top-left")
 _INT32_MAX = 2**31 - 1
+_UNBOUNDED = _INT32_MAX
 
 
 class Mask:
@@ -41,7 +46,9 @@ class Mask:
 
     def __new__(cls, *_: Any, **__: Any) -> Mask:
         if cls is Mask:
-            raise TypeError("Mask: not to be made directly; use Dense(), Causal() or Document(offsets)")
+            raise TypeError(
+                "Mask: not to be made directly; use Dense(), Causal(), SlidingWindow(left, right) or another mask"
+            )
         return super().__new__(cls)
 
     def to_dense(self, len_q: int, len_kv: int, device: torch.device | str | None = None) -> Tensor:
@@ -60,6 +67,17 @@ class Mask:
     def _positions(self, len_q: int, len_kv: int, device: torch.device) -> Tensor:
         """The position of each query among the keys, int64 (len_q,); distances of ALiBi are counted from it."""
         return torch.arange(len_q, device=device) + (len_kv - len_q)
+
+    def _band(self) -> tuple[str | None, int, int, int] | None:
+        """(alignment, left, right, prefix) of a mask that is a band, see csrc/mask/band.h; None for any other mask."""
+        return None
+
+    def __and__(self, other: object) -> Mask:
+        """Both masks at once: key j is allowed where both allow it.
+
+        Raises NotImplementedError for a document mask, and where the two are aligned differently.
+        """
+        return _intersect(self, other) if isinstance(other, Mask) else NotImplemented
 
     def _lower(self) -> Lowered:
         """What the native operator takes: (kind, ints, tensors). Made once, when the mask is made."""
@@ -131,6 +149,9 @@ class Dense(Mask):
         begin = torch.zeros(len_q, dtype=torch.int64, device=device)
         return begin, torch.full_like(begin, len_kv)
 
+    def _band(self) -> tuple[str | None, int, int, int] | None:
+        return None, _UNBOUNDED, _UNBOUNDED, _UNBOUNDED
+
 
 @dataclass(frozen=True)
 class Causal(Mask):
@@ -143,8 +164,7 @@ class Causal(Mask):
     align: str = "bottom-right"
 
     def __post_init__(self) -> None:
-        if self.align not in _ALIGNMENTS:
-            raise ValueError(f"align: {self.align!r} is not an alignment; one of {', '.join(map(repr, _ALIGNMENTS))}")
+        _check_align(self.align)
         object.__setattr__(self, "_lowered", (1, (int(self.align == "top-left"),), ()))
 
     def to_dense(self, len_q: int, len_kv: int, device: torch.device | str | None = None) -> Tensor:
@@ -158,8 +178,151 @@ class Causal(Mask):
     def _positions(self, len_q: int, len_kv: int, device: torch.device) -> Tensor:
         return torch.arange(len_q, device=device) + (0 if self.align == "top-left" else len_kv - len_q)
 
+    def _band(self) -> tuple[str | None, int, int, int] | None:
+        return self.align, _UNBOUNDED, 0, _UNBOUNDED
+
     def __repr__(self) -> str:
         return "Causal()" if self.align == "bottom-right" else f"Causal(align={self.align!r})"
+
+
+class _Band(Mask):
+    """What the masks have in common whose rows are bands: query at p sees p - left <= j <= p + right, and of these
+    either j < prefix or j <= p. The definition is csrc/mask/band.h's."""
+
+    def _set_band(self, align: str, left: int, right: int, prefix: int) -> None:
+        object.__setattr__(self, "_lowered", (3, (int(align == "top-left"), left, right, prefix), ()))
+
+    def _band(self) -> tuple[str | None, int, int, int] | None:
+        top_left, left, right, prefix = self._lowered[1]
+        return _ALIGNMENTS[top_left], left, right, prefix
+
+    def _positions(self, len_q: int, len_kv: int, device: torch.device) -> Tensor:
+        return torch.arange(len_q, device=device) + (0 if self._lowered[1][0] else len_kv - len_q)
+
+    def _rows(self, len_q: int, len_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        _, left, right, prefix = self._lowered[1]
+        position = self._positions(len_q, len_kv, device)
+        begin = (position - left).clamp(0, len_kv)
+        end = torch.minimum(position + right, position.clamp(min=prefix - 1)) + 1
+        return begin, torch.maximum(end.clamp(max=len_kv), begin)
+
+    def _natural_size(self) -> tuple[int, int]:
+        bounds = [x for x in self._lowered[1][1:] if x != _UNBOUNDED]
+        size = max(8, min(64, 2 * max(bounds, default=0)))
+        return size, size
+
+
+@dataclass(frozen=True, repr=False)
+class SlidingWindow(_Band):
+    """Query i at position p sees the keys p - left <= j <= p + right.
+
+    left, right  ints >= 0, or ``math.inf`` for no bound. ``right=None``: the same as ``left``; 0 is a causal window.
+                 A window of W keys that counts the query's own, as Hugging Face does, is ``SlidingWindow(W - 1, 0)``.
+    keep_first   0. (The always-visible first keys of other values are not supported yet.)
+    align        "bottom-right" (the default): p = i + len_kv - len_q; "top-left": p = i.
+
+    Raises TypeError for a bound that is no int, ValueError for a negative one, NotImplementedError for keep_first > 0.
+    """
+
+    left: int | float
+    right: int | float | None = None
+    keep_first: int = 0
+    align: str = "bottom-right"
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+        left = _as_bound("left", self.left)
+        right = left if self.right is None else _as_bound("right", self.right)
+        if _as_bound("keep_first", self.keep_first, infinite=False):
+            raise NotImplementedError(f"keep_first: {self.keep_first} is not supported yet; 0 is")
+        # Equal windows compare equal however they were written.
+        for name, bound in (("left", left), ("right", right)):
+            object.__setattr__(self, name, math.inf if bound == _UNBOUNDED else bound)
+        self._set_band(self.align, left, right, _UNBOUNDED)
+
+    def to_dense(self, len_q: int, len_kv: int, device: torch.device | str | None = None) -> Tensor:
+        key = torch.arange(len_kv, device=device)
+        distance = key - self._positions(len_q, len_kv, key.device)[:, None]
+        return (distance >= -self.left) & (distance <= self.right)
+
+    def __repr__(self) -> str:
+        align = "" if self.align == "bottom-right" else f", align={self.align!r}"
+        return f"SlidingWindow({self.left}, {self.right}{align})"
+
+
+@dataclass(frozen=True, repr=False)
+class PrefixLM(_Band):
+    """Query i at position p sees the keys j < prefix, and those j <= p.
+
+    prefix  an int >= 0, the same for every batch: 0 is causal, len_kv or more dense. (One prefix per batch, as a
+            tensor, is not supported yet.)
+    align   "bottom-right" (the default): p = i + len_kv - len_q; "top-left": p = i.
+
+    Raises TypeError for a prefix that is no int, ValueError for a negative one, NotImplementedError for a tensor.
+    """
+
+    prefix: int
+    align: str = "bottom-right"
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+        if isinstance(self.prefix, Tensor):
+            raise NotImplementedError("prefix: a tensor, one prefix per batch, is not supported yet; pass an int")
+        self._set_band(self.align, _UNBOUNDED, _UNBOUNDED, _as_bound("prefix", self.prefix, infinite=False))
+
+    def to_dense(self, len_q: int, len_kv: int, device: torch.device | str | None = None) -> Tensor:
+        key = torch.arange(len_kv, device=device)
+        return (key < self.prefix) | (key <= self._positions(len_q, len_kv, key.device)[:, None])
+
+    def __repr__(self) -> str:
+        align = "" if self.align == "bottom-right" else f", align={self.align!r}"
+        return f"PrefixLM({self.prefix}{align})"
+
+
+@dataclass(frozen=True, repr=False)
+class Intersection(_Band):
+    """What ``a & b`` makes: the keys that all of its masks allow. Still one interval a row, and one kernel."""
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        bands = [mask._band() for mask in self.masks]
+        if not bands or None in bands:
+            named = next(
+                (type(m).__name__ for m, band in zip(self.masks, bands, strict=True) if band is None), "no mask"
+            )
+            raise NotImplementedError(
+                f"mask: & with {named} is not supported yet; Dense, Causal, SlidingWindow and PrefixLM are"
+            )
+        alignments = {band[0] for band in bands} - {None}
+        if len(alignments) > 1:
+            raise NotImplementedError(
+                "mask: & of a bottom-right and a top-left mask is not supported yet; align both alike"
+            )
+        align = alignments.pop() if alignments else _ALIGNMENTS[0]
+        self._set_band(align, *(min(band[n] for band in bands) for n in (1, 2, 3)))
+
+    def to_dense(self, len_q: int, len_kv: int, device: torch.device | str | None = None) -> Tensor:
+        dense = [mask.to_dense(len_q, len_kv, device) for mask in self.masks]
+        return torch.stack(dense).all(0)
+
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.masks))
+
+
+def lifted_band(top_left: int, left: int, right: int, prefix: int) -> Mask:
+    """The mask that was lowered to these numbers, as windows and prefix of one alignment."""
+    band = object.__new__(_Band)
+    band._set_band(_ALIGNMENTS[top_left], left, right, prefix)
+    return band
+
+
+def _intersect(a: Mask, b: Mask) -> Mask:
+    parts = [part for mask in (a, b) for part in (mask.masks if isinstance(mask, Intersection) else (mask,))]
+    parts = [part for part in parts if not isinstance(part, Dense)]
+    if len(parts) < 2:
+        return parts[0] if parts else Dense()
+    return Intersection(tuple(parts))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -327,6 +490,24 @@ def lower(mask: Mask | None) -> Lowered:
 def has_values(x: Tensor) -> bool:
     """Whether there is anything to read: not on the meta device, nor in a tensor that stands for one in a trace."""
     return x.device.type != "meta" and type(x).__name__ != "FakeTensor"
+
+
+def _check_align(align: Any) -> None:
+    if align not in _ALIGNMENTS:
+        raise ValueError(f"align: {align!r} is not an alignment; one of {', '.join(map(repr, _ALIGNMENTS))}")
+
+
+def _as_bound(name: str, value: Any, infinite: bool = True) -> int:
+    """A number of keys; no bound at all as the largest int32."""
+    allowed = "an int >= 0, or math.inf" if infinite else "an int >= 0"
+    if isinstance(value, float) and infinite and value == math.inf:
+        return _UNBOUNDED
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {value!r} is a {type(value).__name__}; must be {allowed}")
+    if value < 0:
+        raise ValueError(f"{name}: {value} is negative; must be {allowed}")
+    # Lengths are below the largest int32, so a larger bound bounds nothing.
+    return min(value, _UNBOUNDED)
 
 
 def _as_offsets(name: str, value: Any) -> Tensor:

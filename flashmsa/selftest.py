@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import dtype_name, machine_reason
-from .masks import Causal, Dense, Document, Mask
+from .masks import Causal, Dense, Document, Mask, PrefixLM, SlidingWindow
 from .ops import attention
 from .reference import reference
 
@@ -36,6 +36,8 @@ CASES = (
     Case("causal", Causal(), 257, 257, 128, 128),
     Case("causal, more queries than keys", Causal(), 150, 70, 40, 72),
     Case("causal, top-left", Causal(align="top-left"), 129, 300, 256, 256),
+    Case("window", SlidingWindow(40, 90), 300, 400, 64, 64),
+    Case("causal window with a prefix", SlidingWindow(100, 0) & PrefixLM(50), 260, 260, 128, 128),
     Case("documents, one empty, a tail", Document([0, 1, 1, 100, 230]), 257, 257, 64, 128),
     Case("documents, causal", Document([0, 60, 61, 200], [0, 100, 160, 170], causal=True), 200, 170, 96, 96),
 )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import Causal, Dense, Document, Mask, has_values
+from .masks import Causal, Dense, Document, Mask, has_values, lifted_band
 
 # Logits held at once: 64 MiB in fp32.
 _BLOCK_ELEMENTS = 2**24
@@ -239,6 +239,8 @@ def _lifted(kind: int, ints: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
         return Dense()
     if kind == 1:
         return Causal("top-left" if ints[0] else "bottom-right")
+    if kind == 3:
+        return lifted_band(*ints)
     mask = object.__new__(Document)
     mask._set(*tensors, bool(ints[0]))
     return mask

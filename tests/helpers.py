@@ -83,18 +83,24 @@ Offsets = tuple[tuple[int, ...], ...]
 class MaskCase:
     """A mask as data: what builds it, and which pairs it allows by definition.
 
-    kind: dense, causal, top-left, document or document-causal. The offsets hold one row shared by the batch, or, where
-    `batched`, one row per batch. kv_offsets None: the same offsets serve both sides.
+    kind: dense, causal, top-left, window, window-top-left, prefix, prefix-window, document or document-causal. The
+    offsets hold one row shared by the batch, or, where `batched`, one row per batch. kv_offsets None: the same offsets
+    serve both sides.
     """
 
     kind: str
     q_offsets: Offsets = ()
     kv_offsets: Offsets | None = None
     batched: bool = False
+    left: int = 0  # the windows' bounds and the prefix
+    right: int = 0
+    prefix: int = 0
 
     def __str__(self) -> str:
         """Short enough for a test's name."""
         parts = [self.kind]
+        if "window" in self.kind or "prefix" in self.kind:
+            parts.append(f"{self.left},{self.right},{self.prefix}")
         for offsets in (self.q_offsets, self.kv_offsets or ()):
             parts += [",".join(map(str, cuts if len(cuts) < 12 else (*cuts[:10], "...", cuts[-1]))) for cuts in offsets]
         return " ".join(parts)
@@ -107,6 +113,12 @@ class MaskCase:
             return flashmsa.Causal()
         if self.kind == "top-left":
             return flashmsa.Causal(align="top-left")
+        if self.kind.startswith("window"):
+            align = "top-left" if self.kind == "window-top-left" else "bottom-right"
+            return flashmsa.SlidingWindow(self.left, self.right, align=align)
+        if self.kind.startswith("prefix"):
+            prefix = flashmsa.PrefixLM(self.prefix)
+            return prefix & flashmsa.SlidingWindow(self.left, self.right) if self.kind == "prefix-window" else prefix
         return flashmsa.Document(*self.tensors(device), causal=self.kind == "document-causal")
 
     def tensors(self, device: str | torch.device = "cpu") -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -131,6 +143,14 @@ class MaskCase:
             return (j <= i + len_kv - len_q)[None]
         if self.kind == "top-left":
             return (j <= i)[None]
+        p = i if self.kind == "window-top-left" else i + len_kv - len_q
+        if self.kind.startswith("window"):
+            return ((j >= p - self.left) & (j <= p + self.right))[None]
+        if self.kind.startswith("prefix"):
+            seen = (j < self.prefix) | (j <= p)
+            if self.kind == "prefix-window":
+                seen &= (j >= p - self.left) & (j <= p + self.right)
+            return seen[None]
         found = []
         for q_cuts, kv_cuts in zip(self.q_offsets, self.kv_offsets or self.q_offsets, strict=True):
             seen = torch.zeros(i.shape[0], len_kv, dtype=torch.bool, device=device)
@@ -165,6 +185,10 @@ FAMILIES = (
     "dense",
     "causal",
     "top-left",
+    "window",
+    "window-top-left",
+    "prefix",
+    "prefix-window",
     "document",
     "document-causal",
     "document-cross",
@@ -182,9 +206,13 @@ def mask_for(family: str, batch: int, len_q: int, len_kv: int, seed: int = 0, do
     document: one set of cuts for both sides. cross: its own cuts for keys, empty documents on either side. batched:
     other cuts in every batch. short: the last cut lies before the end of both tensors.
     """
+    rng = random.Random(f"{family} {batch} {len_q} {len_kv} {seed}")
+    if "window" in family or "prefix" in family:
+        longest = max(len_q, len_kv) + 2
+        left, right = (rng.choice([0, rng.randint(0, 8), rng.randint(0, longest), longest]) for _ in range(2))
+        return MaskCase(family, left=left, right=right, prefix=rng.choice([0, 1, rng.randint(0, longest), longest]))
     if not family.startswith("document"):
         return MaskCase(family)
-    rng = random.Random(f"{family} {batch} {len_q} {len_kv} {seed}")
     kind = "document-causal" if family.endswith("causal") else "document"
     short = min(len_q, len_kv)
     if "cross" in family:

@@ -167,6 +167,13 @@ void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_ten
       return expect("Dense", 0, 0);
     case static_cast<int64_t>(MaskKind::kCausal):
       return expect("Causal", 1, 0);
+    case static_cast<int64_t>(MaskKind::kBand):
+      expect("Band", 4, 0);
+      for (size_t bound = 1; bound < 4; ++bound) {
+        TORCH_CHECK_VALUE(mask_ints[bound] >= 0 && mask_ints[bound] <= INT32_MAX, "mask: Band's bound ", bound, " is ",
+                          mask_ints[bound], "; must be from 0 to 2147483647 (no bound)");
+      }
+      return;
     case static_cast<int64_t>(MaskKind::kDocument):
       expect("Document", 1, 2);
       check_offsets<Int>("offsets", mask_tensors[0], batch, device);
@@ -176,7 +183,7 @@ void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_ten
                         mask_tensors[0].sym_sizes());
       return;
   }
-  TORCH_CHECK_VALUE(false, "mask: kind ", mask, " is unknown; must be 0 (Dense), 1 (Causal) or 2 (Document)");
+  TORCH_CHECK_VALUE(false, "mask: kind ", mask, " is unknown; must be 0 (Dense), 1 (Causal), 2 (Document) or 3 (Band)");
 }
 
 template <class Int>
@@ -260,7 +267,12 @@ MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_
                    std::array<at::Tensor, 2>& offsets) {
   MaskArgs result;
   result.kind = static_cast<MaskKind>(mask);
-  if (result.kind == MaskKind::kCausal) result.top_left = mask_ints[0] != 0;
+  if (result.kind == MaskKind::kCausal || result.kind == MaskKind::kBand) result.top_left = mask_ints[0] != 0;
+  if (result.kind == MaskKind::kBand) {
+    result.left = static_cast<int32_t>(mask_ints[1]);
+    result.right = static_cast<int32_t>(mask_ints[2]);
+    result.prefix = static_cast<int32_t>(mask_ints[3]);
+  }
   if (result.kind != MaskKind::kDocument) return result;
 
   result.causal = mask_ints[0] != 0;

@@ -17,9 +17,9 @@ struct Arguments {
   const at::Tensor& k;         // (batch, heads_kv, len_kv, head_dim)
   const at::Tensor& v;         // (batch, heads_kv, len_kv, head_dim_v)
   int64_t mask;                // a MaskKind
-  at::IntArrayRef mask_ints;   // Dense [], Causal [top_left], Document [causal]
-  at::TensorList mask_tensors; // Document [q_offsets, kv_offsets]
-  std::optional<double> scale; // nullopt: 1 / sqrt(head_dim)
+  at::IntArrayRef mask_ints;  // Dense [], Causal [top_left], Document [causal], Band [top_left, left, right, prefix]
+  at::TensorList mask_tensors;  // Document [q_offsets, kv_offsets]
+  std::optional<double> scale;  // nullopt: 1 / sqrt(head_dim)
 };
 
 // Raises on whatever does not look at values in device memory. Int is int64_t, or c10::SymInt under a tracer.
@@ -48,7 +48,7 @@ OutLayout<Int> out_layout(const Arguments& args);
 // What a backend can read where it lies.
 enum class Rows {
   kUnitStride,  // the last stride is 1
-  kTma,         // and: strides and base aligned to 16 bytes, rows of the sequence neither expanded nor overlapping
+  kTma,  // and: strides and base aligned to 16 bytes, rows of the sequence neither expanded nor overlapping
 };
 
 // A call ready to run, and the tensors that keep its pointers alive: the inputs, or copies of those that `rows` excludes.

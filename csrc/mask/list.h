@@ -1,6 +1,7 @@
 // The list of masks. Adding one: a header beside this, a line here, a dataclass in flashmsa/masks.py.
 #pragma once
 
+#include "mask/band.h"
 #include "mask/causal.h"
 #include "mask/dense.h"
 #include "mask/document.h"
@@ -8,4 +9,5 @@
 #define FLASHMSA_FOR_EACH_MASK(X) \
   X(Dense)                        \
   X(Causal)                       \
-  X(Document)
+  X(Document)                     \
+  X(Band)

@@ -17,6 +17,7 @@ struct MaskCase {
   int32_t batch = 1, len_q = 0, len_kv = 0;
   bool causal = false, top_left = false;
   bool shared_offsets = true;
+  int32_t left = 0, right = 0, prefix = 0;
   std::vector<int32_t> q_offsets, kv_offsets;  // (documents + 1) or (batch, documents + 1)
 
   int32_t documents() const {
@@ -28,7 +29,8 @@ struct MaskCase {
     params.len_q = len_q;
     params.len_kv = len_kv;
     params.mask = {
-        kind, causal, top_left, q_offsets.data(), kv_offsets.data(), documents(), shared_offsets ? 0 : documents() + 1};
+        kind, causal, top_left, q_offsets.data(), kv_offsets.data(), documents(), shared_offsets ? 0 : documents() + 1,
+        left, right,  prefix};
   }
 
   // The definition.
@@ -38,6 +40,10 @@ struct MaskCase {
         return true;
       case MaskKind::kCausal:
         return j <= (top_left ? i : i + len_kv - len_q);
+      case MaskKind::kBand: {
+        const int64_t p = top_left ? i : int64_t{i} + len_kv - len_q;
+        return j - p >= -int64_t{left} && j - p <= right && (j < prefix || j <= p);
+      }
       case MaskKind::kDocument: {
         const int32_t* q = q_offsets.data() + (shared_offsets ? 0 : b * (documents() + 1));
         const int32_t* kv = kv_offsets.data() + (shared_offsets ? 0 : b * (documents() + 1));
@@ -54,6 +60,10 @@ struct MaskCase {
 
   std::string text() const {
     std::string out = kind == MaskKind::kDense ? "dense" : kind == MaskKind::kCausal ? "causal" : "document";
+    if (kind == MaskKind::kBand) {
+      out = "band";
+      for (int32_t x : {left, right, prefix}) out.append(" ").append(std::to_string(x));
+    }
     if (top_left) out += " top-left";
     if (kind == MaskKind::kDocument && causal) out += " causal";
     out.append(" len_q ").append(std::to_string(len_q)).append(" len_kv ").append(std::to_string(len_kv));
@@ -81,11 +91,17 @@ inline void append_offsets(Random& random, int32_t documents, int32_t len, std::
 
 inline MaskCase random_mask(Random& random, int32_t batch, int32_t len_q, int32_t len_kv) {
   MaskCase mask;
-  mask.kind = random.pick({MaskKind::kDense, MaskKind::kCausal, MaskKind::kDocument, MaskKind::kDocument});
+  mask.kind = random.pick({MaskKind::kDense, MaskKind::kCausal, MaskKind::kBand, MaskKind::kBand, MaskKind::kDocument,
+                           MaskKind::kDocument});
   mask.batch = batch;
   mask.len_q = len_q;
   mask.len_kv = len_kv;
-  mask.top_left = mask.kind == MaskKind::kCausal && random.coin();
+  mask.top_left = (mask.kind == MaskKind::kCausal || mask.kind == MaskKind::kBand) && random.coin();
+  if (mask.kind == MaskKind::kBand) {
+    for (int32_t* bound : {&mask.left, &mask.right, &mask.prefix}) {
+      *bound = random.pick({0, 1, random.between(0, 70), random.between(0, len_kv + 3), INT32_MAX, INT32_MAX - 1});
+    }
+  }
   if (mask.kind == MaskKind::kDocument) {
     mask.causal = random.coin();
     mask.shared_offsets = random.coin();

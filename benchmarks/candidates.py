@@ -122,6 +122,10 @@ def _our_mask(case: Case) -> Any:
 
     if case.is_document:
         return flashmsa.Document(offsets(case), causal=case.is_causal)
+    if case.mask == "prefix":
+        return flashmsa.PrefixLM(case.width)
+    if case.is_band:
+        return flashmsa.SlidingWindow(case.width, 0 if case.is_causal else case.width)
     return flashmsa.Causal() if case.is_causal else None
 
 
@@ -175,8 +179,8 @@ def tile_efficiency(case: Case, tile: tuple[int, int] | None) -> float | None:
 
 def sdpa(case: Case) -> Call:
     """scaled_dot_product_attention as a user calls it: torch chooses the backend."""
-    if case.is_document:
-        raise Unavailable("SDPA has no document mask")
+    if case.is_document or case.is_band:
+        raise Unavailable("SDPA has no document, window or prefix mask")
     q, k, v = inputs(case)
     return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
 
@@ -248,6 +252,11 @@ def _fa4() -> Any:
 def fa4(case: Case) -> Call:
     module = _fa4()
     q, k, v = inputs_bshd(case)
+    if case.mask == "prefix":
+        raise Unavailable("flash-attn-4 has no prefix mask of its own")
+    if case.is_band:
+        bounds = (case.width, 0 if case.is_causal else case.width)
+        return lambda: module.flash_attn_func(q, k, v, window_size=bounds)
     if not case.is_document:
         return lambda: module.flash_attn_func(q, k, v, causal=case.is_causal)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -286,7 +295,12 @@ def flex(case: Case) -> Call:
     def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
         return j <= i
 
-    rule = allowed if case.is_document else causal
+    def band(b: Any, h: Any, i: Any, j: Any) -> Any:
+        if case.mask == "prefix":
+            return (j < case.width) | (j <= i)
+        return (i - j <= case.width) & (j - i <= (0 if case.is_causal else case.width))
+
+    rule = allowed if case.is_document else band if case.is_band else causal
     block_mask = create_block_mask(rule, None, None, case.length, case.length, device=settings.device)
     return lambda: function(q, k, v, block_mask=block_mask)
 

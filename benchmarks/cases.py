@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-MASKS = ("dense", "causal", "document", "document-causal")
+MASKS = ("dense", "causal", "document", "document-causal", "window", "window-causal", "prefix")
 HIDDEN = 2048  # heads * head_dim of the grid
 HEAD_DIMS = (64, 128, 256)
 SHAPES = ((16, 1024), (4, 4096), (2, 8192), (1, 16384))  # (batch, length): 16384 tokens each
@@ -22,6 +22,7 @@ class Case:
     """One self-attention call: q, k, v of shape (batch, heads, length, head_dim).
 
     offsets: cumulative document offsets (n + 1), for the document masks only.
+    width: keys to either side (window), to the left (window-causal), or of the prefix; for these masks only.
     tag: a suffix of the name, such as the seed of the draw.
     """
 
@@ -33,12 +34,20 @@ class Case:
     dtype: str = "bf16"
     offsets: tuple[int, ...] | None = None
     tag: str = ""
+    width: int | None = None
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
             raise ValueError(f"mask: {self.mask!r} is not one of {MASKS}")
         if self.is_document != (self.offsets is not None):
             raise ValueError(f"offsets: needed by the document masks and by no other, mask is {self.mask!r}")
+
+        if self.is_band != (self.width is not None):
+            raise ValueError(f"width: needed by window and prefix masks and by no other, mask is {self.mask!r}")
+
+    @property
+    def is_band(self) -> bool:
+        return self.mask.startswith(("window", "prefix"))
 
     @property
     def is_document(self) -> bool:
@@ -51,6 +60,7 @@ class Case:
     @property
     def name(self) -> str:
         parts = [f"d{self.head_dim}", f"{self.batch}x{self.length}", self.mask]
+        parts += [str(self.width)] if self.is_band else []
         parts += [f"h{self.heads}"] if self.heads * self.head_dim != HIDDEN else []
         parts += [self.dtype] if self.dtype != "bf16" else []
         parts += [self.tag] if self.tag else []
@@ -65,6 +75,15 @@ class Case:
     @property
     def pairs(self) -> int:
         """Allowed (query, key) pairs of one head of one batch entry."""
+        if self.is_band:
+            row = torch.arange(self.length)
+            begin = (row - self.width).clamp(min=0) if self.mask.startswith("window") else torch.zeros_like(row)
+            end = row + 1
+            if self.mask == "window":
+                end = (row + self.width + 1).clamp(max=self.length)
+            elif self.mask == "prefix":
+                end = end.clamp(min=min(self.width, self.length))
+            return int((end - begin).sum())
         if self.is_causal:
             return sum(n * (n + 1) // 2 for n in self.document_lengths)
         return sum(n * n for n in self.document_lengths)
@@ -159,6 +178,24 @@ def documents(candidates: list[str], shrink: int = 1) -> list[Unit]:
     return units
 
 
+def windows(candidates: list[str], shrink: int = 1) -> list[Unit]:
+    """Windows and a prefix beside the whole mask of the same length: what skipping and testing tiles costs."""
+    units = []
+    for mask, whole, length in (
+        ("window", "dense", 32768),
+        ("window-causal", "dense", 32768),
+        ("prefix", "causal", 16384),
+    ):
+        plain = Case(1, max(1, 16 // shrink), length // shrink, 128, whole)
+        case = replace(plain, mask=mask, width=max(1, 4096 // shrink))
+        names = [name for name in candidates if name in ("flashmsa", "fa4", "flex")]
+        own = lanes(case, names) + tuple(
+            Lane(f"{name} {whole}", name, plain) for name in ("flashmsa", "cudnn") if name in candidates
+        )
+        units.append(Unit("windows", case.name, own, True))
+    return units
+
+
 def one_document(candidates: list[str], shrink: int = 1) -> list[Unit]:
     """One document over everything against the same attention without a document mask: the price of the mask."""
     units = []
@@ -227,6 +264,7 @@ GROUPS: dict[str, Callable[..., list[Unit]]] = {
     "forward": forward,
     "documents": documents,
     "one-document": one_document,
+    "windows": windows,
     "small": small,
     "host": host,
     "dtype": dtype,

@@ -324,6 +324,7 @@ _TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "forward": ("forward: TFLOP/s, L2 flushed, median; util, of matmul, MHz and ratio to cuDNN are ours", _rate_table),
     "documents": ("documents: TFLOP/s over allowed pairs; target = our dense rate * tile efficiency", _documents_table),
     "one-document": ("one document over everything, against no document mask: TFLOP/s", _one_document_table),
+    "windows": ("windows and a prefix: TFLOP/s over allowed pairs, beside the whole mask", _rate_table),
     "small": ("short sequences: microseconds a launch inside a graph", lambda units: _time_table(units, ".2f", 1e3)),
     "host": ("host time of an eager call: microseconds, median (p90)", _host_table),
     "dtype": ("fp16 beside bf16: TFLOP/s; figures at the end are our bf16's", lambda u: _rate_table(u, f"{OURS} bf16")),

@@ -48,12 +48,21 @@ def allowed(case: Case) -> torch.Tensor:
         result &= document[:, None] == document[None, :]
     if case.is_causal:
         result &= i[None, :] <= i[:, None]
+    if case.mask.startswith("window"):
+        result &= (i[None, :] - i[:, None]).abs() <= case.width
+    if case.mask == "prefix":
+        result &= (i[None, :] < case.width) | (i[None, :] <= i[:, None])
     return result
 
 
 DOCUMENTS = (0, 3, 3, 40, 41, 97)
 SMALL_CASES = [
-    Case(2, 3, 97, 64, mask, offsets=DOCUMENTS if mask.startswith("document") else None) for mask in cases.MASKS
+    Case(
+        *(2, 3, 97, 64, mask),
+        offsets=DOCUMENTS if mask.startswith("document") else None,
+        width=20 if mask.startswith(("window", "prefix")) else None,
+    )
+    for mask in cases.MASKS
 ]
 
 
@@ -114,7 +123,9 @@ def test_documents_are_compared_with_dense_in_the_same_loop() -> None:
 
 
 def test_bad_cases_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="mask: 'window'"):
+    with pytest.raises(ValueError, match="mask: 'windows'"):
+        Case(1, 1, 8, 64, "windows")
+    with pytest.raises(ValueError, match="width: needed by window and prefix masks"):
         Case(1, 1, 8, 64, "window")
     with pytest.raises(ValueError, match="offsets: needed by the document masks"):
         Case(1, 1, 8, 64, "document")
@@ -162,7 +173,7 @@ def test_register_needs_name_module_and_attribute() -> None:
 
 def test_tile_efficiency_is_pairs_over_visited_area() -> None:
     pytest.importorskip("flashmsa")
-    for case in SMALL_CASES[2:]:
+    for case in (case for case in SMALL_CASES if case.is_document):
         mask = allowed(case)
         rows, keys = 32, 16
         visited = sum(
@@ -510,10 +521,16 @@ def dry_run(out: Path, *arguments: str) -> tuple[int, dict]:
 
 
 def test_dry_run_goes_through_every_device_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    groups = "forward,documents,one-document,small,dtype"
+    groups = "forward,documents,one-document,windows,small,dtype"
     steady = ["--steady", "d64-4x64-causal-h1", "--seconds", "0.02"]
     code, data = dry_run(
-        tmp_path / "r.json", *plug(monkeypatch, exact), "--group", groups, "--cases", "d64|document", *steady
+        tmp_path / "r.json",
+        *plug(monkeypatch, exact),
+        "--group",
+        groups,
+        "--cases",
+        "d64|document|window|prefix",
+        *steady,
     )
     printed = capsys.readouterr().out
     assert code == 0, printed

@@ -125,7 +125,7 @@ def _our_mask(case: Case) -> Any:
     if case.mask == "prefix":
         return flashmsa.PrefixLM(case.width)
     if case.is_band:
-        return flashmsa.SlidingWindow(case.width, 0 if case.is_causal else case.width)
+        return flashmsa.SlidingWindow(*case.bounds)
     return flashmsa.Causal() if case.is_causal else None
 
 
@@ -255,8 +255,7 @@ def fa4(case: Case) -> Call:
     if case.mask == "prefix":
         raise Unavailable("flash-attn-4 has no prefix mask of its own")
     if case.is_band:
-        bounds = (case.width, 0 if case.is_causal else case.width)
-        return lambda: module.flash_attn_func(q, k, v, window_size=bounds)
+        return lambda: module.flash_attn_func(q, k, v, window_size=case.bounds)
     if not case.is_document:
         return lambda: module.flash_attn_func(q, k, v, causal=case.is_causal)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -298,7 +297,8 @@ def flex(case: Case) -> Call:
     def band(b: Any, h: Any, i: Any, j: Any) -> Any:
         if case.mask == "prefix":
             return (j < case.width) | (j <= i)
-        return (i - j <= case.width) & (j - i <= (0 if case.is_causal else case.width))
+        left, right = case.bounds
+        return (i - j <= left) & (j - i <= right)
 
     rule = allowed if case.is_document else band if case.is_band else causal
     block_mask = create_block_mask(rule, None, None, case.length, case.length, device=settings.device)

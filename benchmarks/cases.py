@@ -41,13 +41,17 @@ class Case:
             raise ValueError(f"mask: {self.mask!r} is not one of {MASKS}")
         if self.is_document != (self.offsets is not None):
             raise ValueError(f"offsets: needed by the document masks and by no other, mask is {self.mask!r}")
-
         if self.is_band != (self.width is not None):
             raise ValueError(f"width: needed by window and prefix masks and by no other, mask is {self.mask!r}")
 
     @property
     def is_band(self) -> bool:
         return self.mask.startswith(("window", "prefix"))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Keys to the left and to the right that a window lets a query see."""
+        return self.width, 0 if self.is_causal else self.width
 
     @property
     def is_document(self) -> bool:
@@ -77,13 +81,10 @@ class Case:
         """Allowed (query, key) pairs of one head of one batch entry."""
         if self.is_band:
             row = torch.arange(self.length)
-            begin = (row - self.width).clamp(min=0) if self.mask.startswith("window") else torch.zeros_like(row)
-            end = row + 1
-            if self.mask == "window":
-                end = (row + self.width + 1).clamp(max=self.length)
-            elif self.mask == "prefix":
-                end = end.clamp(min=min(self.width, self.length))
-            return int((end - begin).sum())
+            if self.mask == "prefix":
+                return int((row + 1).clamp(min=min(self.width, self.length)).sum())
+            left, right = self.bounds
+            return int(((row + right + 1).clamp(max=self.length) - (row - left).clamp(min=0)).sum())
         if self.is_causal:
             return sum(n * (n + 1) // 2 for n in self.document_lengths)
         return sum(n * n for n in self.document_lengths)

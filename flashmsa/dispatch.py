@@ -19,7 +19,7 @@ CPU_DTYPES = DTYPES
 # no length from 64 to 1024 is one of SDPA's pinned backends faster for every head dim and batch. By case the time of
 # the faster one is 0.7 to 1.3 of ours.
 SDPA_BELOW = 0
-MASK_KINDS = (0, 1, 2)  # MaskKind in csrc/core/params.h
+MASK_KINDS = (0, 1, 2, 3)  # MaskKind in csrc/core/params.h
 
 
 class Rejection(NamedTuple):

@@ -153,8 +153,41 @@ class Dense(Mask):
         return None, _UNBOUNDED, _UNBOUNDED, _UNBOUNDED
 
 
-@dataclass(frozen=True)
-class Causal(Mask):
+class _Band(Mask):
+    """What the masks have in common whose rows are bands: query at p sees p - left <= j <= p + right, and of these
+    either j < prefix or j <= p. The definition is csrc/mask/band.h's."""
+
+    def _set_band(self, align: str, left: int, right: int, prefix: int) -> None:
+        object.__setattr__(self, "_lowered", (3, (int(align == "top-left"), left, right, prefix), ()))
+
+    def _band(self) -> tuple[str | None, int, int, int]:
+        top_left, left, right, prefix = self._lowered[1]
+        return _ALIGNMENTS[top_left], left, right, prefix
+
+    def _positions(self, len_q: int, len_kv: int, device: torch.device) -> Tensor:
+        return torch.arange(len_q, device=device) + (0 if self._band()[0] == "top-left" else len_kv - len_q)
+
+    def _rows(self, len_q: int, len_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        _, left, right, prefix = self._band()
+        position = self._positions(len_q, len_kv, device)
+        begin = (position - left).clamp(0, len_kv)
+        end = torch.minimum(position + right, position.clamp(min=prefix - 1)) + 1
+        return begin, torch.maximum(end.clamp(max=len_kv), begin)
+
+    def _natural_size(self) -> tuple[int, int]:
+        bounds = [x for x in self._band()[1:] if x != _UNBOUNDED]
+        size = max(8, min(64, 2 * max(bounds, default=0)))
+        return size, size
+
+    def _call(self, *arguments: object) -> str:
+        """The expression that makes this mask; the usual alignment is not said."""
+        align = self._band()[0]
+        said = [*map(str, arguments), *([] if align == _ALIGNMENTS[0] else [f"align={align!r}"])]
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Causal(_Band):
     """Query i sees the keys j <= p.
 
     ``align="bottom-right"`` (the default): p = i + len_kv - len_q, so the last query sees every key, and with more
@@ -171,45 +204,12 @@ class Causal(Mask):
         key = torch.arange(len_kv, device=device)
         return key <= self._positions(len_q, len_kv, key.device)[:, None]
 
-    def _rows(self, len_q: int, len_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        end = (self._positions(len_q, len_kv, device) + 1).clamp(0, len_kv)
-        return torch.zeros_like(end), end
-
-    def _positions(self, len_q: int, len_kv: int, device: torch.device) -> Tensor:
-        return torch.arange(len_q, device=device) + (0 if self.align == "top-left" else len_kv - len_q)
-
-    def _band(self) -> tuple[str | None, int, int, int] | None:
+    # NOTE: a band by its definition, but lowered to a kind of its own: a simpler trait.
+    def _band(self) -> tuple[str | None, int, int, int]:
         return self.align, _UNBOUNDED, 0, _UNBOUNDED
 
     def __repr__(self) -> str:
-        return "Causal()" if self.align == "bottom-right" else f"Causal(align={self.align!r})"
-
-
-class _Band(Mask):
-    """What the masks have in common whose rows are bands: query at p sees p - left <= j <= p + right, and of these
-    either j < prefix or j <= p. The definition is csrc/mask/band.h's."""
-
-    def _set_band(self, align: str, left: int, right: int, prefix: int) -> None:
-        object.__setattr__(self, "_lowered", (3, (int(align == "top-left"), left, right, prefix), ()))
-
-    def _band(self) -> tuple[str | None, int, int, int] | None:
-        top_left, left, right, prefix = self._lowered[1]
-        return _ALIGNMENTS[top_left], left, right, prefix
-
-    def _positions(self, len_q: int, len_kv: int, device: torch.device) -> Tensor:
-        return torch.arange(len_q, device=device) + (0 if self._lowered[1][0] else len_kv - len_q)
-
-    def _rows(self, len_q: int, len_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        _, left, right, prefix = self._lowered[1]
-        position = self._positions(len_q, len_kv, device)
-        begin = (position - left).clamp(0, len_kv)
-        end = torch.minimum(position + right, position.clamp(min=prefix - 1)) + 1
-        return begin, torch.maximum(end.clamp(max=len_kv), begin)
-
-    def _natural_size(self) -> tuple[int, int]:
-        bounds = [x for x in self._lowered[1][1:] if x != _UNBOUNDED]
-        size = max(8, min(64, 2 * max(bounds, default=0)))
-        return size, size
+        return self._call()
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,8 +246,7 @@ class SlidingWindow(_Band):
         return (distance >= -self.left) & (distance <= self.right)
 
     def __repr__(self) -> str:
-        align = "" if self.align == "bottom-right" else f", align={self.align!r}"
-        return f"SlidingWindow({self.left}, {self.right}{align})"
+        return self._call(self.left, self.right)
 
 
 @dataclass(frozen=True, repr=False)
@@ -275,8 +274,7 @@ class PrefixLM(_Band):
         return (key < self.prefix) | (key <= self._positions(len_q, len_kv, key.device)[:, None])
 
     def __repr__(self) -> str:
-        align = "" if self.align == "bottom-right" else f", align={self.align!r}"
-        return f"PrefixLM({self.prefix}{align})"
+        return self._call(self.prefix)
 
 
 @dataclass(frozen=True, repr=False)

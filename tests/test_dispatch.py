@@ -11,12 +11,26 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import flashmsa
-from flashmsa import Causal, Dense, Document, Mask, attention, dispatch, ops, reference, torch_backend
+from flashmsa import (
+    Causal,
+    Dense,
+    Document,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    attention,
+    dispatch,
+    ops,
+    reference,
+    torch_backend,
+)
 
 MASKS = [
     None,
     Causal(),
     Causal(align="top-left"),
+    SlidingWindow(5, 2, align="top-left"),
+    PrefixLM(4) & SlidingWindow(9),
     Document([0, 3, 3, 17, 30]),
     Document([0, 3, 3, 17, 30], [0, 9, 10, 20, 40], causal=True),
     Document(torch.tensor([[0, 5, 30], [0, 0, 37]], dtype=torch.int32), causal=True),
@@ -44,6 +58,10 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[warnings.WarningMes
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Choice and warnings
+
+
+def test_the_list_of_mask_kinds_is_whole() -> None:
+    assert {(mask or Dense())._lower()[0] for mask in MASKS} == set(dispatch.MASK_KINDS)
 
 
 def test_one_warning_per_reason(caught: list[warnings.WarningMessage]) -> None:

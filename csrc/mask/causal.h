@@ -11,12 +11,12 @@ struct Causal {
   static constexpr bool kPlanned = false;
 
   struct Params {
-    int32_t shift;  // len_kv - len_q (aligned bottom-right), or 0 (top-left)
+    int32_t shift;  // position_shift()
     int32_t len_kv;
   };
   struct Block {};
 
-  static Params make_params(const AttentionParams& p) { return {p.mask.top_left ? 0 : p.len_kv - p.len_q, p.len_kv}; }
+  static Params make_params(const AttentionParams& p) { return {position_shift(p), p.len_kv}; }
 
   static FLASHMSA_HD Block block(const Params&, int32_t /*batch*/, int32_t /*first_row*/, int32_t /*last_row*/) {
     return {};

@@ -67,6 +67,9 @@ FLASHMSA_HD KeyTiles key_tiles(Interval first, Interval last, int32_t tile_size)
   return tiles;
 }
 
+// What to add to a query's index for its position among the keys: aligned at the end, or at the start.
+inline int32_t position_shift(const AttentionParams& p) { return p.mask.top_left ? 0 : p.len_kv - p.len_q; }
+
 // The last key tile of a length that the tile does not divide is never full: no interval reaches past len_kv.
 template <class Mask>
 FLASHMSA_HD KeyTiles block_tiles(const typename Mask::Params& params, const typename Mask::Block& block,

@@ -24,4 +24,39 @@ __device__ __forceinline__ void apply_intervals(float (&s)[kCount], const mask::
   }
 }
 
+// The same for two runs of keys.
+template <int kCount>
+__device__ __forceinline__ void apply_intervals(float (&s)[kCount], const mask::TwoRuns (&rows)[2], int32_t first_key,
+                                                int32_t thread) {
+  const int32_t first_column = first_key + sm90::Accumulator::first_column(thread);
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    const mask::TwoRuns& row = rows[sm90::Accumulator::row_slot(e)];
+    const int32_t key = first_column + sm90::Accumulator::column_offset(e);
+    const bool in_main =
+        static_cast<uint32_t>(key - row.main.begin) < static_cast<uint32_t>(row.main.end - row.main.begin);
+    const bool in_first =
+        static_cast<uint32_t>(key - row.first.begin) < static_cast<uint32_t>(row.first.end - row.first.begin);
+    if (!in_main && !in_first) s[e] = kNegativeInfinity;
+  }
+}
+
+// Sets S to -inf where the bits of this thread's two rows are clear: bit k of word w is column 32 w + k.
+template <int kCount>
+__device__ __forceinline__ void apply_bits(float (&s)[kCount], const int32_t* const (&rows)[2], int32_t thread) {
+  const int32_t first_column = sm90::Accumulator::first_column(thread);
+#pragma unroll
+  for (int slot = 0; slot < 2; ++slot) {
+#pragma unroll
+    for (int word = 0; word < kCount / 16; ++word) {
+      const uint32_t bits = static_cast<uint32_t>(rows[slot][word]) >> first_column;
+#pragma unroll
+      for (int e = word * 16; e < word * 16 + 16; ++e) {
+        if (sm90::Accumulator::row_slot(e) != slot) continue;
+        if ((bits >> (sm90::Accumulator::column_offset(e) - 32 * word) & 1u) == 0) s[e] = kNegativeInfinity;
+      }
+    }
+  }
+}
+
 }  // namespace flashmsa::attn

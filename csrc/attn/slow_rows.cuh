@@ -8,10 +8,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "attn/score.cuh"
 #include "attn/softmax.cuh"
 #include "core/params.h"
 #include "mask/interval.h"
 #include "sm90/matrix.cuh"
+#include "sm90/tma.cuh"
 
 namespace flashmsa::attn {
 
@@ -37,79 +39,110 @@ __device__ __forceinline__ void load8(const Element* address, float (&values)[8]
 }
 
 template <class Element>
-__device__ __forceinline__ Element* row_of(const TensorRef& tensor, int32_t batch, int32_t head, int32_t row) {
-  return static_cast<Element*>(tensor.data) + batch * tensor.stride_batch + head * tensor.stride_head +
-         row * tensor.stride_seq;
+__device__ __forceinline__ Element* row_of(const TensorRef& tensor, sm90::Sequence sequence, int32_t row) {
+  return static_cast<Element*>(tensor.data) + sequence.batch * tensor.stride_batch +
+         sequence.head * tensor.stride_head + sequence.residue * tensor.stride_residue + row * tensor.stride_seq;
 }
 
 // One row by one warp: the keys of a step of 32 are spread over the lanes, then the columns of O.
-// Writes out_row (head_dim_v elements) and returns lse.
-template <class Element>
-__device__ __forceinline__ float slow_row(const Element* q_row, const Element* k_head, int64_t k_stride,
-                                          const Element* v_head, int64_t v_stride, Element* out_row, int32_t head_dim,
-                                          int32_t head_dim_v, mask::Interval keys, float scale_log2) {
-  constexpr float kLn2 = 0.693147180559945309f;
-  const int32_t lane = threadIdx.x % 32;
-  const bool owns_columns = lane * 8 < head_dim_v;  // lane i: columns 8i .. 8i + 7
+template <class Element, class Score>
+struct SlowRow {
+  const Element* q_row;
+  const Element* k_head;
+  const Element* v_head;
+  int64_t k_stride, v_stride;
+  int32_t head_dim, head_dim_v;
+  float scale_log2;
+  float cap_factor;  // Score::kSoftcap
+  float alibi_slope;  // Score::kAlibi
+  int32_t position;
+
   float reference = kNegativeInfinity, sum = 0.0f;
   float o[8] = {};
 
+  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
+  __device__ __forceinline__ bool owns_columns() const { return lane() * 8 < head_dim_v; }  // 8 * lane … 8 * lane + 7
+
+  // The exponent of q.k for one key.
+  __device__ __forceinline__ float exponent(int32_t key) const {
+    float s = 0.0f;
 #pragma unroll 1
-  for (int32_t first = keys.begin; first < keys.end; first += 32) {
-    // S of this lane's key.
-    const int32_t count = min_of(32, keys.end - first);
-    float s = kNegativeInfinity;
-    if (lane < count) {
-      float dot = 0.0f;
-#pragma unroll 1
-      for (int32_t column = 0; column < head_dim; column += 8) {
-        float a[8], b[8];
-        load8(q_row + column, a);
-        load8(k_head + (first + lane) * k_stride + column, b);
+    for (int32_t column = 0; column < head_dim; column += 8) {
+      float a[8], b[8];
+      load8(q_row + column, a);
+      load8(k_head + key * k_stride + column, b);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) dot = fmaf(a[i], b[i], dot);
+      for (int i = 0; i < 8; ++i) s = fmaf(a[i], b[i], s);
+    }
+    if constexpr (Score::kSoftcap) s = tanh_exact(s * cap_factor);
+    if constexpr (Score::kAlibi) s -= alibi_slope * fabsf(static_cast<float>(position - key));
+    return s * scale_log2;
+  }
+
+  // Takes the keys of an interval, of these only those whose bit is set (bit k of word w: key first_bit + 32 w + k).
+  // NOTE: only what may be seen is read; there is no masked product to spoil O.
+  __device__ __forceinline__ void attend(mask::Interval keys, const int32_t* bits = nullptr, int32_t first_bit = 0) {
+#pragma unroll 1
+    for (int32_t first = keys.begin; first < keys.end; first += 32) {
+      const int32_t key = first + lane();
+      bool visible = key < keys.end;
+      if (visible && bits != nullptr) {
+        visible = (bits[(key - first_bit) / 32] >> ((key - first_bit) % 32) & 1) != 0;
       }
-      s = dot * scale_log2;
-    }
+      const float s = visible ? exponent(key) : kNegativeInfinity;
 
-    // Online softmax over the warp.
-    float maximum = s;
+      // Online softmax over the warp.
+      float maximum = s;
 #pragma unroll
-    for (int32_t step = 16; step > 0; step /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
-    const float old_reference = reference;
-    reference = fmaxf(reference, maximum);
-    const float offset = reference == kNegativeInfinity ? 0.0f : -reference;
-    const float factor = sm90::exp2_approx(old_reference + offset);
-    const float p = lane < count ? sm90::exp2_approx(s + offset) : 0.0f;
-    float p_sum = p;
+      for (int32_t step = 16; step > 0; step /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
+      const float old_reference = reference;
+      reference = fmaxf(reference, maximum);
+      const float offset = reference == kNegativeInfinity ? 0.0f : -reference;
+      const float factor = sm90::exp2_approx(old_reference + offset);
+      const float p = visible ? sm90::exp2_approx(s + offset) : 0.0f;
+      float p_sum = p;
 #pragma unroll
-    for (int32_t step = 16; step > 0; step /= 2) p_sum += __shfl_xor_sync(~0u, p_sum, step);
-    sum = sum * factor + p_sum;
+      for (int32_t step = 16; step > 0; step /= 2) p_sum += __shfl_xor_sync(~0u, p_sum, step);
+      sum = sum * factor + p_sum;
 
-    // O of this lane's columns. NOTE: only the keys of the interval are read; there is no masked product to spoil it.
+      // O of this lane's columns.
 #pragma unroll
-    for (int i = 0; i < 8; ++i) o[i] *= factor;
+      for (int i = 0; i < 8; ++i) o[i] *= factor;
+      uint32_t left = __ballot_sync(~0u, visible);
 #pragma unroll 1
-    for (int32_t key = 0; key < count; ++key) {
-      const float weight = __shfl_sync(~0u, p, key);
-      if (!owns_columns) continue;
-      float v[8];
-      load8(v_head + (first + key) * v_stride + lane * 8, v);
+      for (; left != 0; left &= left - 1) {
+        const int32_t source = __ffs(left) - 1;
+        const float weight = __shfl_sync(~0u, p, source);
+        if (!owns_columns()) continue;
+        float v[8];
+        load8(v_head + (first + source) * v_stride + lane() * 8, v);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) o[i] = fmaf(weight, v[i], o[i]);
+        for (int i = 0; i < 8; ++i) o[i] = fmaf(weight, v[i], o[i]);
+      }
     }
   }
 
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  if (owns_columns) {
-    uint4 packed;
-    packed.x = sm90::pack2<Element>(o[0] * inverse, o[1] * inverse);
-    packed.y = sm90::pack2<Element>(o[2] * inverse, o[3] * inverse);
-    packed.z = sm90::pack2<Element>(o[4] * inverse, o[5] * inverse);
-    packed.w = sm90::pack2<Element>(o[6] * inverse, o[7] * inverse);
-    *reinterpret_cast<uint4*>(out_row + lane * 8) = packed;
+  // Writes out_row (head_dim_v elements) and returns lse. `sink` as in OnlineSoftmax::finish.
+  __device__ __forceinline__ float store(Element* out_row, float sink) {
+    constexpr float kLn2 = 0.693147180559945309f;
+    float factor = 1.0f;
+    if (sink != kNegativeInfinity) {
+      const float top = fmaxf(reference, sink);
+      factor = sm90::exp2_approx(reference - top);
+      sum = fmaf(sum, factor, sm90::exp2_approx(sink - top));
+      reference = top;
+    }
+    const float inverse = sum == 0.0f ? 0.0f : factor / sum;
+    if (owns_columns()) {
+      uint4 packed;
+      packed.x = sm90::pack2<Element>(o[0] * inverse, o[1] * inverse);
+      packed.y = sm90::pack2<Element>(o[2] * inverse, o[3] * inverse);
+      packed.z = sm90::pack2<Element>(o[4] * inverse, o[5] * inverse);
+      packed.w = sm90::pack2<Element>(o[6] * inverse, o[7] * inverse);
+      *reinterpret_cast<uint4*>(out_row + lane() * 8) = packed;
+    }
+    return sum == 0.0f ? kNegativeInfinity : (reference + log2f(sum)) * kLn2;
   }
-  return sum == 0.0f ? kNegativeInfinity : (reference + log2f(sum)) * kLn2;
-}
+};
 
 }  // namespace flashmsa::attn

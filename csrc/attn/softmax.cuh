@@ -88,14 +88,25 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last tile: completes the sums over the row; lse in natural logarithm, -inf for a row without keys.
-  __device__ __forceinline__ void finish(float (&inverse)[2], float (&lse)[2]) {
+  // After the last tile: completes the sums over the row; lse in natural logarithm, -inf for a row without keys. `sink` in
+  // the exponent's units, -inf for none: one more term of the sum.
+  __device__ __forceinline__ void finish(float (&inverse)[2], float (&lse)[2], float sink) {
     constexpr float kLn2 = 0.693147180559945309f;
+    const bool has_sink = sink != kNegativeInfinity;
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       float total = sum[slot];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
+      if (has_sink) {
+        // Whichever is larger becomes the reference. A row without keys has -inf, and a total of 0.
+        const float top = fmaxf(reference[slot], sink);
+        const float factor = sm90::exp2_approx(reference[slot] - top);
+        total = fmaf(total, factor, sm90::exp2_approx(sink - top));
+        inverse[slot] = factor * sm90::reciprocal_approx(total);
+        lse[slot] = (top + sm90::log2_approx(total)) * kLn2;
+        continue;
+      }
       // PERF: the approximations (2^-22) are far below the rounding of O and lse; the exact ones take 400 cycles a tile.
       inverse[slot] = total == 0.0f ? 0.0f : sm90::reciprocal_approx(total);
       lse[slot] = total == 0.0f ? kNegativeInfinity : (reference[slot] + sm90::log2_approx(total)) * kLn2;

@@ -30,6 +30,9 @@ template <class Element>
 using Config64 = Config<Element, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 template <class Element>
 using Config128 = Config<Element, 128, 128, 128, 2, true, 1, 128, 40, 232>;
+// Block-sparse masks: a cell's rows.
+template <class Element>
+using ListConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
 using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 

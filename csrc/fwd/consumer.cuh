@@ -6,13 +6,14 @@
 #include "attn/slow_rows.cuh"
 #include "attn/softmax.cuh"
 #include "fwd/shared.cuh"
+#include "mask/block_sparse.h"
 #include "sm90/registers.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace flashmsa::fwd {
 
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 struct Consumer {
   using S = Shared<Mask, Config>;
   using Element = typename Config::Element;
@@ -170,12 +171,70 @@ struct Consumer {
   __device__ __forceinline__ void release_k() { release(shared.empty_k[S::KvRing::stage(key_blocks)]); }
   __device__ __forceinline__ void release_v() { release(shared.empty_v[S::KvRing::stage(key_blocks - 1)]); }
 
+  // What lives for one tile beside the numbers: its rows' keys, and with ALiBi their places.
+  struct Rows {
+    typename Mask::Row keys[2];
+    int32_t position[Score::kAlibi ? 2 : 1];
+    float slope;
+  };
+
+  __device__ __forceinline__ Rows make_rows() const {
+    const TileWork<Mask, Config>& tile = work();
+    Rows rows;
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
+      const int32_t row = min_of(first_row() + lane() / 4 + 8 * slot, params.len_q - 1);
+      rows.keys[slot] = Mask::row(params.mask, tile.block, row);
+      if constexpr (Score::kAlibi) rows.position[slot] = Mask::position(params.mask, tile.block, row);
+    }
+    if constexpr (Score::kAlibi) rows.slope = alibi_slope(tile);
+    return rows;
+  }
+
+  // In units of S.
+  __device__ __forceinline__ float alibi_slope(const TileWork<Mask, Config>& tile) const {
+    return params.alibi_slopes[tile.batch * params.alibi_stride_batch + tile.head] * params.alibi_factor;
+  }
+
+  // The key block at hand. NOTE: before release_k(), which gives its slot back.
+  __device__ __forceinline__ KeyBlock key_block() const { return shared.key_block[S::KvRing::stage(key_blocks)]; }
+
+  // Softcap and ALiBi.
+  __device__ __forceinline__ void modify_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
+    if constexpr (Score::kSoftcap) attn::apply_softcap(x.s, params.cap_factor);
+    if constexpr (Score::kAlibi) {
+      attn::apply_alibi(x.s, rows.slope, rows.position, block.key_tile * Config::kBlockKv, thread());
+    }
+  }
+
   // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
-  __device__ __forceinline__ void mask_scores(Scores& x, int32_t first_key, const mask::Interval (&rows)[2]) {
+  __device__ __forceinline__ void mask_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
+    const int32_t first_key = block.key_tile * Config::kBlockKv;
     const int32_t end_key = first_key + Config::kBlockKv;
-    const bool cut =
-        rows[0].begin > first_key || rows[0].end < end_key || rows[1].begin > first_key || rows[1].end < end_key;
-    if (__any_sync(~0u, cut)) attn::apply_intervals(x.s, rows, first_key, thread());
+    const auto cuts = [&](mask::Interval keys) { return keys.begin > first_key || keys.end < end_key; };
+    if (__any_sync(~0u, cuts(mask::main_run(rows.keys[0])) || cuts(mask::main_run(rows.keys[1])))) {
+      attn::apply_intervals(x.s, rows.keys, first_key, thread());
+    }
+    if constexpr (Mask::kListed) {
+      if (block.detail != mask::kWholeCell) mask_cell(x, block);
+    }
+  }
+
+  // What a mixed cell of a list hides.
+  __device__ __forceinline__ void mask_cell(Scores& x, const KeyBlock& block) {
+    static_assert(Config::kBlockQ == mask::kCell && mask::kCell % Config::kBlockKv == 0);
+    const int32_t first_column = block.key_tile % (mask::kCell / Config::kBlockKv) * Config::kBlockKv;
+    if (params.mask.list.bits != nullptr) {
+      const int32_t row = warp_row() + lane() / 4;
+      const int32_t* const words[2] = {Mask::row_bits(params.mask, block.detail, row) + first_column / 32,
+                                       Mask::row_bits(params.mask, block.detail, row + 8) + first_column / 32};
+      attn::apply_bits(x.s, words, thread());
+    } else {
+      const mask::Interval keys = Mask::half_keys(params.mask, block.detail, warpgroup);
+      const mask::Interval rows[2] = {keys, keys};
+      attn::apply_intervals(x.s, rows, first_column, thread());
+    }
   }
 
   // The first key block, whose S is here: softmax, P. O is still empty.
@@ -195,15 +254,17 @@ struct Consumer {
   //   3. O arrives: V(i-1) and P are free; rescale O if so
   //   4. P(i) = 2^(S(i) - reference)
   template <bool kMasked>
-  __device__ __forceinline__ void next_block(Scores& x, Output& y, int32_t first_key, const mask::Interval (&rows)[2]) {
+  __device__ __forceinline__ void next_block(Scores& x, Output& y, KeyBlock block, const Rows& rows) {
     wait_k();  // 1
+    if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
     issue_scores(x);
     issue_output(y);
 
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(x.s);
     release_k();
-    if constexpr (kMasked) mask_scores(x, first_key, rows);
+    if constexpr (!Score::kPlain) modify_scores(x, block, rows);
+    if constexpr (kMasked) mask_scores(x, block, rows);
     const bool outgrown = y.softmax.outgrown(x.s);
 
     sm90::wgmma_wait<0>();  // 3
@@ -222,43 +283,47 @@ struct Consumer {
   // All key blocks of the tile: partial ones first, then full ones without a test. Leaves the last P V to do.
   __device__ __forceinline__ void attend(Scores& x, Output& y, const Span& mine) {
     wait_k();
+    [[maybe_unused]] KeyBlock block = {};
+    if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
     issue_scores(x);
 
     // In the shadow of the first S: what the rows may see, and how many blocks need a test.
-    const TileWork<Mask, Config>& tile = work();
-    const mask::KeyTiles tiles = tile.tiles;
-    mask::Interval rows[2];
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
-      const int32_t row = first_row() + lane() / 4 + 8 * slot;
-      rows[slot] = Mask::row(params.mask, tile.block, min_of(row, params.len_q - 1));
-    }
+    const Rows rows = make_rows();
     int32_t step = uniform(mine.front);
     const int32_t end = uniform(mine.front + mine.steps);
-    const int32_t partial = uniform(min_of(tiles.partial_count(), end));
-    const auto first_key = [&](int32_t step) { return tiles.visit(step) * Config::kBlockKv; };
+    const int32_t partial = uniform(min_of(work().tiles.partial_count(), end));
+    const auto block_of = [&](int32_t step) { return KeyBlock{work().tiles.visit(step), 0}; };
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);
     release_k();
     key_blocks = uniform(key_blocks + 1);
     if constexpr (!Config::kQInRegisters) round = uniform(round);
-    if (step < partial) mask_scores(x, first_key(step), rows);
+    if constexpr (!kNeedsKeyBlocks<Mask, Score>) block = block_of(step);
+    if constexpr (!Score::kPlain) modify_scores(x, block, rows);
+    if (step < partial) mask_scores(x, block, rows);
     first_block(x, y);
     ++step;
 #pragma unroll 1
-    for (; step < partial; ++step) next_block<true>(x, y, first_key(step), rows);
+    for (; step < partial; ++step) next_block<true>(x, y, block_of(step), rows);
     // PERF: with Q in registers counted by the ring's position, which spares a move between register files a block (a
     // document over everything at d128: +2 %); otherwise by the step (at d64 the other costs 1 %).
     const uint32_t stop = uniform(key_blocks + (end - step));
 #pragma unroll 1
-    for (; Config::kQInRegisters ? key_blocks != stop : step < end; ++step) next_block<false>(x, y, 0, rows);
+    for (; Config::kQInRegisters ? key_blocks != stop : step < end; ++step) next_block<false>(x, y, KeyBlock{}, rows);
   }
 
-  // lse of the tile's head.
-  __device__ __forceinline__ float* lse_rows() const {
-    return params.lse + (int64_t{work().batch} * params.heads_q + work().head) * params.len_q;
+  // Where lse of a row of the tile's sequence goes.
+  __device__ __forceinline__ float& lse_of(int32_t row) const {
+    const TileWork<Mask, Config>& tile = work();
+    return params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head +
+                      tile.residue * params.lse_stride_residue + row * params.lse_stride_seq];
+  }
+
+  // The sink of the tile's head in the exponent's units; -inf: none.
+  __device__ __forceinline__ float sink() const {
+    constexpr float kLog2E = 1.44269504088896341f;
+    return params.sinks == nullptr ? attn::kNegativeInfinity : params.sinks[work().head] * kLog2E;
   }
 
   // O by way of shared memory, normalised and rounded, 16 rows a warp; lse straight to memory.
@@ -269,7 +334,7 @@ struct Consumer {
     const int32_t first_row = this->first_row();
     const uint32_t staging = static_cast<uint32_t>(__cvta_generic_to_shared(shared.o));
     float inverse[2], lse[2];
-    y.softmax.finish(inverse, lse);
+    y.softmax.finish(inverse, lse, sink());
     attn::scale_rows(y.o, inverse);
 #pragma unroll
     for (int pass = 0; pass < kOutputs / kPass; ++pass) {
@@ -280,16 +345,41 @@ struct Consumer {
       sm90::fence_async_proxy();
       __syncwarp();
       if (lane() == 0 && first_row < params.len_q) {
-        sm90::store_rows<OTile>(params.out, shared.o + warp_row() * sm90::kSwizzleRowBytes, pass * Config::kOColumns,
-                                first_row, tile.head, tile.batch);
+        sm90::store_rows<OTile, kMapRank<Mask>>(params.out, shared.o + warp_row() * sm90::kSwizzleRowBytes,
+                                                pass * Config::kOColumns, first_row, tile.queries());
       }
     }
     if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int32_t row = first_row + lane() / 4 + 8 * slot;
-        if (row < params.len_q) lse_rows()[row] = lse[slot];
+        if (row < params.len_q) lse_of(row) = lse[slot];
       }
+    }
+  }
+
+  // All keys that a row may see, run by run.
+  __device__ __forceinline__ void attend_slowly(attn::SlowRow<Element, Score>& slow, const TileWork<Mask, Config>& tile,
+                                                int32_t row) {
+    const typename Mask::Row keys = Mask::row(params.mask, tile.block, row);
+    const mask::Interval runs[2] = {mask::main_run(keys), mask::first_run(keys)};
+    if constexpr (Mask::kListed) {
+      const int32_t count = tile.block.whole + tile.block.mixed;
+#pragma unroll 1
+      for (int32_t e = tile.block.entry; e < tile.block.entry + count; ++e) {
+        const int32_t first_key = params.mask.list.cells[e] * mask::kCell;
+        const int32_t detail = e < tile.block.entry + tile.block.whole ? mask::kWholeCell : params.mask.list.detail[e];
+        const mask::Interval half = Mask::half_keys(params.mask, detail, warpgroup);
+        const int32_t* bits = Mask::row_bits(params.mask, detail, row % mask::kCell);
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+          slow.attend({max_of(runs[run].begin, first_key + half.begin), min_of(runs[run].end, first_key + half.end)},
+                      bits, first_key);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int run = 0; run < 2; ++run) slow.attend(runs[run]);
     }
   }
 
@@ -300,26 +390,38 @@ struct Consumer {
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      const float lse = attn::slow_row<Element>(
-          attn::row_of<Element>(params.q_rows, tile.batch, tile.head, row),
-          attn::row_of<Element>(params.k_rows, tile.batch, tile.kv_head, 0), params.k_rows.stride_seq,
-          attn::row_of<Element>(params.v_rows, tile.batch, tile.kv_head, 0), params.v_rows.stride_seq,
-          attn::row_of<Element>(params.out_rows, tile.batch, tile.head, row), params.head_dim, params.head_dim_v,
-          Mask::row(params.mask, tile.block, row), params.scale_log2);
-      if (params.lse != nullptr && lane() == 0) lse_rows()[row] = lse;
+      attn::SlowRow<Element, Score> slow = {attn::row_of<Element>(params.q_rows, tile.queries(), row),
+                                            attn::row_of<Element>(params.k_rows, tile.keys(), 0),
+                                            attn::row_of<Element>(params.v_rows, tile.keys(), 0),
+                                            params.k_rows.stride_seq,
+                                            params.v_rows.stride_seq,
+                                            params.head_dim,
+                                            params.head_dim_v,
+                                            params.scale_log2,
+                                            params.cap_factor,
+                                            0.0f,
+                                            0};
+      if constexpr (Score::kAlibi) {
+        slow.alibi_slope = alibi_slope(tile);
+        slow.position = Mask::position(params.mask, tile.block, row);
+      }
+      attend_slowly(slow, tile, row);
+      const float lse = slow.store(attn::row_of<Element>(params.out_rows, tile.queries(), row), sink());
+      if (params.lse != nullptr && lane() == 0) lse_of(row) = lse;
     }
   }
 
-  // Rows that see no key: zeros and -inf.
+  // Rows that see no key: zeros and -inf, or the sink.
   __device__ __forceinline__ void store_empty() {
     const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      Element* out_row = attn::row_of<Element>(params.out_rows, tile.batch, tile.head, row);
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), row);
       if (lane() * 8 < params.head_dim_v) *reinterpret_cast<uint4*>(out_row + lane() * 8) = uint4{0, 0, 0, 0};
-      if (params.lse != nullptr && lane() == 0) lse_rows()[row] = attn::kNegativeInfinity;
+      if (params.lse != nullptr && lane() == 0)
+        lse_of(row) = params.sinks == nullptr ? attn::kNegativeInfinity : params.sinks[tile.head];
     }
   }
 

@@ -11,8 +11,10 @@ namespace {
 const std::vector<KernelEntry>& table() {
   static const std::vector<KernelEntry> entries = [] {
     std::vector<KernelEntry> all;
-    for (const auto& part : {entries_d64_bf16(), entries_d64_fp16(), entries_d128_bf16(), entries_d128_fp16(),
-                             entries_d256_bf16(), entries_d256_fp16()}) {
+    for (const auto& part :
+         {entries_d64_bf16(), entries_d64_fp16(), entries_d128_bf16(), entries_d128_fp16(), entries_d256_bf16(),
+          entries_d256_fp16(), score_entries_d64_bf16(), score_entries_d64_fp16(), score_entries_d128_bf16(),
+          score_entries_d128_fp16(), score_entries_d256_bf16(), score_entries_d256_fp16()}) {
       all.insert(all.end(), part.begin(), part.end());
     }
     return all;
@@ -22,9 +24,12 @@ const std::vector<KernelEntry>& table() {
 
 const KernelEntry* find(const AttentionParams& params) {
   const int32_t bucket = bucket_of(max_of(params.head_dim, params.head_dim_v));
+  const bool softcap = params.softcap > 0, alibi = params.alibi_slopes != nullptr;
+  MaskKind kind = params.mask.kind;
+  if ((softcap || alibi) && kind != MaskKind::kBlockSparse) kind = MaskKind::kComposite;
   for (const KernelEntry& entry : table()) {
-    if (entry.info.mask == params.mask.kind && entry.info.dtype == params.dtype &&
-        entry.info.head_dim_bucket == bucket) {
+    if (entry.info.mask == kind && entry.info.softcap == softcap && entry.info.alibi == alibi &&
+        entry.info.dtype == params.dtype && entry.info.head_dim_bucket == bucket) {
       return &entry;
     }
   }

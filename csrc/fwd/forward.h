@@ -14,6 +14,7 @@ namespace flashmsa::fwd {
 struct KernelInfo {
   std::string name;         // e.g. "fwd_causal_d128_bf16"
   MaskKind mask;
+  bool softcap, alibi;      // what it does to logits
   DType dtype;
   int32_t head_dim_bucket;  // serves head_dim and head_dim_v up to this
   int32_t block_q;          // rows of a tile
@@ -28,7 +29,8 @@ struct KernelInfo {
 // Every compiled kernel. Empty when the extension was built without CUDA.
 std::vector<KernelInfo> kernels();
 
-// The kernel that would run these params (mask kind, dtype, head dims); nullptr where none exists.
+// The kernel that would run these params (mask kind, softcap, ALiBi, dtype, head dims); nullptr where none exists. Softcap
+// and ALiBi turn dense, causal and document masks into composite ones.
 const KernelInfo* find_kernel(const AttentionParams& params);
 
 // Bytes of device memory that attention_forward needs beside its outputs: O(tiles + documents). 16-byte aligned; its
@@ -36,7 +38,7 @@ const KernelInfo* find_kernel(const AttentionParams& params);
 size_t workspace_size(const AttentionParams& params, int32_t num_sms);
 
 // Launches on `stream` (a cudaStream_t) of the current device, whose SM count is num_sms. Does not synchronise.
-// Requires, and does not check again: scale > 0; strides that are multiples of 8 elements and 16-byte aligned data
+// Requires, and does not check again: a kind that has kernels, see MaskKind; scale > 0; strides that are multiples of 8 elements and 16-byte aligned data
 // pointers for q, k, v, out; find_kernel(params) != nullptr; batch, heads_q and len_q > 0. len_kv may be 0.
 // Throws std::runtime_error with the failing call and its arguments.
 void attention_forward(const AttentionParams& params, void* workspace, int32_t num_sms, void* stream);

@@ -14,7 +14,7 @@
 
 namespace flashmsa::fwd {
 
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_forward_kernel(const __grid_constant__ KernelParams<Mask> params) {
   extern __shared__ __align__(1024) char shared_memory[];
@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) {
       // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
-      Producer<Mask, Config>{params, shared}.run();
+      Producer<Mask, Config, kNeedsKeyBlocks<Mask, Score>>{params, shared}.run();
     }
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
-    Consumer<Mask, Config>(params, shared, warpgroup - 1).run();
+    Consumer<Mask, Config, Score>(params, shared, warpgroup - 1).run();
   }
 }
 

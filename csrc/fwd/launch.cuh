@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "core/cuda_check.h"
 #include "fwd/forward.h"
@@ -17,21 +18,32 @@ namespace flashmsa::fwd {
 
 // The grid of one call: its tiles and who plans them.
 struct Grid {
-  int32_t row_blocks;    // per batch
-  int32_t plan_batches;  // batches with a plan of their own; 0: no plan
+  int32_t row_blocks;    // per sequence
+  int32_t plan_batches;  // batches with a plan of their own; 0: no plan. Listed masks: slices
   sched::TileOrder order;
   int32_t ctas;
   bool counter;          // more tiles than CTAs: tiles are handed out by an atomic counter
 };
 
+// How many batches differ in their plans: see Grid.
+template <class Mask>
+int32_t plan_batches(const AttentionParams& p) {
+  const MaskArgs& m = p.mask;
+  if (Mask::kListed) return p.batch * p.heads_q;
+  if (!Mask::kPlanned || m.q_offsets == nullptr) return 0;
+  const bool by_batch = m.offsets_stride != 0 || m.global.prefixes[0] != nullptr || m.global.prefixes[1] != nullptr;
+  return by_batch ? p.batch : 1;
+}
+
 template <class Mask, class Config>
 Grid make_grid(const AttentionParams& p, int32_t num_sms) {
   Grid grid;
   grid.row_blocks = ceil_div(p.len_q, Config::kBlockQ);
-  grid.plan_batches = Mask::kPlanned ? (p.mask.offsets_stride != 0 ? p.batch : 1) : 0;
-  const bool per_batch = grid.plan_batches > 1;
-  const int32_t slices = per_batch ? p.heads_q : p.batch * p.heads_q;
-  grid.order = {grid.row_blocks * max_of(grid.plan_batches, 1), slices, sched::group_size(p, slices)};
+  grid.plan_batches = plan_batches<Mask>(p);
+  // Where batches have plans of their own, one plan holds the row blocks of all of them and serves every head.
+  const bool joint = !Mask::kListed && grid.plan_batches > 1;
+  const int32_t slices = joint ? p.heads_q : p.batch * p.residues * p.heads_q;
+  grid.order = {grid.row_blocks * (joint ? grid.plan_batches : 1), slices, sched::group_size(p, slices)};
   grid.ctas = min_of(grid.order.count(), num_sms);
   grid.counter = grid.order.count() > grid.ctas;
   return grid;
@@ -40,27 +52,31 @@ Grid make_grid(const AttentionParams& p, int32_t num_sms) {
 template <class Mask, class Config>
 size_t workspace_bytes(const AttentionParams& p, int32_t num_sms) {
   const Grid grid = make_grid<Mask, Config>(p, num_sms);
-  if (!Mask::kPlanned && !grid.counter) return 0;
-  return sched::kCounterBytes + sched::plan_bytes<Mask>(grid.order.row_blocks);
+  if (grid.plan_batches == 0 && !grid.counter) return 0;
+  return sched::kCounterBytes + sched::plan_bytes<Mask>(int64_t{grid.row_blocks} * grid.plan_batches);
 }
 
 template <class Mask, class Config>
 KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void* workspace) {
   using S = Shared<Mask, Config>;
   constexpr float kLog2E = 1.44269504088896341f;
+  constexpr int kRank = kMapRank<Mask>;
   // A tensor without elements may have no address; its map is never used and borrows q's.
   const auto addressable = [&](TensorRef tensor) {
     if (tensor.data == nullptr) tensor.data = p.q.data;
     return tensor;
   };
+  const auto extent = [&](int32_t heads, int32_t length, int32_t head_dim) {
+    return sm90::TensorExtent{p.batch, heads, length, head_dim, p.residues};
+  };
   KernelParams<Mask> params;
-  params.q = sm90::make_tile_map<typename S::QTile>(p.q, {p.batch, p.heads_q, p.len_q, p.head_dim}, p.dtype, "q");
-  params.k = sm90::make_tile_map<typename S::KTile>(addressable(p.k), {p.batch, p.heads_kv, p.len_kv, p.head_dim},
-                                                    p.dtype, "k");
-  params.v = sm90::make_tile_map<typename S::VTile>(addressable(p.v), {p.batch, p.heads_kv, p.len_kv, p.head_dim_v},
-                                                    p.dtype, "v");
+  params.q = sm90::make_tile_map<typename S::QTile>(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, "q", kRank);
+  params.k = sm90::make_tile_map<typename S::KTile>(addressable(p.k), extent(p.heads_kv, p.len_kv, p.head_dim), p.dtype,
+                                                    "k", kRank);
+  params.v = sm90::make_tile_map<typename S::VTile>(addressable(p.v), extent(p.heads_kv, p.len_kv, p.head_dim_v),
+                                                    p.dtype, "v", kRank);
   params.out =
-      sm90::make_tensor_map(p.out, {p.batch, p.heads_q, p.len_q, p.head_dim_v}, p.dtype, sm90::kWarpRows, "out");
+      sm90::make_tensor_map(p.out, extent(p.heads_q, p.len_q, p.head_dim_v), p.dtype, sm90::kWarpRows, "out", kRank);
   params.q_rows = p.q;
   params.k_rows = p.k;
   params.v_rows = p.v;
@@ -69,38 +85,63 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.order = grid.order;
   char* space = static_cast<char*>(workspace);
   params.tile_counter = grid.counter ? reinterpret_cast<int32_t*>(space) : nullptr;
-  params.plan = Mask::kPlanned ? reinterpret_cast<sched::PlanEntry<Mask>*>(space + sched::kCounterBytes) : nullptr;
+  params.plan =
+      grid.plan_batches > 0 ? reinterpret_cast<sched::PlanEntry<Mask>*>(space + sched::kCounterBytes) : nullptr;
   params.lse = p.lse;
+  params.lse_stride_batch = p.lse_stride_batch;
+  params.lse_stride_head = p.lse_stride_head;
+  params.lse_stride_seq = p.lse_stride_seq;
+  params.lse_stride_residue = p.lse_stride_residue;
+  params.sinks = p.sinks;
   params.heads_q = p.heads_q;
   params.len_q = p.len_q;
+  params.residues = p.residues;
   params.q_heads_per_kv_head = p.heads_q / p.heads_kv;
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
+  // The unit of S: see attn/score.cuh.
+  const double unit = p.softcap > 0 ? p.softcap : p.scale;
   // NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
-  params.scale_log2 = std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
+  params.scale_log2 = std::min(static_cast<float>(unit) * kLog2E, std::numeric_limits<float>::max());
   params.inverse_scale_log2 = 1.0f / params.scale_log2;
+  params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
+  params.alibi_slopes = p.alibi_slopes;
+  params.alibi_stride_batch = p.alibi_stride_batch;
+  params.alibi_factor = static_cast<float>(p.alibi_step / unit);
   return params;
 }
 
+// The plan and the tile counter are set in stream order, by a small kernel ahead. False: there is none.
 template <class Mask, class Config>
+bool launch_ahead(const AttentionParams& p, const Grid& grid, const KernelParams<Mask>& params, void* workspace,
+                  cudaStream_t stream) {
+  int32_t* counter = static_cast<int32_t*>(workspace);
+  if constexpr (Mask::kPlanned) {
+    if (grid.plan_batches > 0) {
+      const int32_t batches = Mask::kListed ? p.batch : grid.plan_batches;
+      const sched::PlanParams<Mask> plan = {
+          params.mask,     batches,          p.heads_q, grid.row_blocks,
+          Config::kBlockQ, Config::kBlockKv, p.len_q,   ceil_div(p.len_kv, Config::kBlockKv)};
+      const int32_t ctas = Mask::kListed ? grid.plan_batches : 1;
+      sched::plan_kernel<Mask>
+          <<<ctas, sched::kPlanThreads, 0, stream>>>(plan, counter, const_cast<sched::PlanEntry<Mask>*>(params.plan));
+      FLASHMSA_CHECK_CUDA(cudaGetLastError());
+      return true;
+    }
+  }
+  if (!grid.counter) return false;
+  sched::reset_counter_kernel<<<1, 1, 0, stream>>>(counter);
+  FLASHMSA_CHECK_CUDA(cudaGetLastError());
+  return true;
+}
+
+template <class Mask, class Config, class Score>
 void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStream_t stream) {
   const Grid grid = make_grid<Mask, Config>(p, num_sms);
   const KernelParams<Mask> params = make_params<Mask, Config>(p, grid, workspace);
+  const bool ahead = launch_ahead<Mask, Config>(p, grid, params, workspace, stream);
 
-  // The workspace is set in stream order, by a small kernel ahead.
-  if constexpr (Mask::kPlanned) {
-    const sched::PlanParams<Mask> plan = {
-        params.mask, max_of(grid.plan_batches, 1),        grid.row_blocks, Config::kBlockQ, Config::kBlockKv,
-        p.len_q,     ceil_div(p.len_kv, Config::kBlockKv)};
-    sched::plan_kernel<Mask><<<1, sched::kPlanThreads, 0, stream>>>(plan, static_cast<int32_t*>(workspace),
-                                                                    const_cast<sched::PlanEntry<Mask>*>(params.plan));
-    FLASHMSA_CHECK_CUDA(cudaGetLastError());
-  } else if (grid.counter) {
-    sched::reset_counter_kernel<<<1, 1, 0, stream>>>(params.tile_counter);
-    FLASHMSA_CHECK_CUDA(cudaGetLastError());
-  }
-
-  const auto kernel = attention_forward_kernel<Mask, Config>;
+  const auto kernel = attention_forward_kernel<Mask, Config, Score>;
   constexpr size_t kSharedBytes = sizeof(Shared<Mask, Config>);
   // Per device, and cheap: no state of ours to keep.
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
@@ -114,7 +155,7 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = Mask::kPlanned || grid.counter ? 1 : 0;
+  config.numAttrs = ahead ? 1 : 0;
   FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
 
@@ -123,13 +164,16 @@ inline constexpr DType kDTypeOf = DType::kBF16;
 template <>
 inline constexpr DType kDTypeOf<__half> = DType::kF16;
 
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 KernelEntry make_entry() {
   constexpr DType kDType = kDTypeOf<typename Config::Element>;
   KernelInfo info;
-  info.name = std::string("fwd_") + Mask::kName + "_d" + std::to_string(Config::kHeadDim) +
+  info.name = std::string("fwd_") + Mask::kName + (Score::kSoftcap ? "_softcap" : "") +
+              (Score::kAlibi ? "_alibi" : "") + "_d" + std::to_string(Config::kHeadDim) +
               (kDType == DType::kF16 ? "_fp16" : "_bf16");
   info.mask = Mask::kKind;
+  info.softcap = Score::kSoftcap;
+  info.alibi = Score::kAlibi;
   info.dtype = kDType;
   info.head_dim_bucket = Config::kHeadDim;
   info.block_q = Config::kBlockQ;
@@ -140,15 +184,32 @@ KernelEntry make_entry() {
   info.registers_producer = Config::kRegistersProducer;
   info.registers_consumer = Config::kRegistersConsumer;
   info.shared_memory = sizeof(Shared<Mask, Config>);
-  return {info, &workspace_bytes<Mask, Config>, &launch<Mask, Config>};
+  return {info, &workspace_bytes<Mask, Config>, &launch<Mask, Config, Score>};
 }
 
-// One entry for every mask in the list.
-template <class Config>
+// One entry for every mask in the list. ListConfig: of listed masks, whose tiles have a cell's rows.
+template <class Config, class ListConfig>
 std::vector<KernelEntry> make_entries() {
-#define FLASHMSA_ENTRY(MaskName) make_entry<mask::MaskName, Config>(),
+#define FLASHMSA_ENTRY(MaskName) \
+  make_entry<mask::MaskName, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, attn::PlainScore>(),
   return {FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
+}
+
+// Softcap, ALiBi, both: for the masks that every other can be written as.
+template <class Config, class ListConfig>
+std::vector<KernelEntry> make_score_entries() {
+  using mask::BlockSparse;
+  using mask::Composite;
+  return {
+      make_entry<Composite, Config, attn::Score<true, false>>(),
+      make_entry<Composite, Config, attn::Score<false, true>>(),
+      // PERF: the list's tile leaves more registers, which these two together need at d64.
+      make_entry<Composite, ListConfig, attn::Score<true, true>>(),
+      make_entry<BlockSparse, ListConfig, attn::Score<true, false>>(),
+      make_entry<BlockSparse, ListConfig, attn::Score<false, true>>(),
+      make_entry<BlockSparse, ListConfig, attn::Score<true, true>>(),
+  };
 }
 
 }  // namespace flashmsa::fwd

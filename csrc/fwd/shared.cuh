@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "attn/score.cuh"
 #include "fwd/config.h"
 #include "mask/interval.h"
 #include "sched/plan.h"
@@ -10,6 +11,7 @@
 #include "sm90/barrier.cuh"
 #include "sm90/fragment.h"
 #include "sm90/tensor_map.h"
+#include "sm90/tma.cuh"
 
 namespace flashmsa::fwd {
 
@@ -19,33 +21,57 @@ struct KernelParams {
   TensorRef q_rows, k_rows, v_rows, out_rows;  // the same tensors, for the slow path
   typename Mask::Params mask;
   sched::TileOrder order;
-  const sched::PlanEntry<Mask>* plan;  // order.row_blocks entries; null unless Mask::kPlanned
+  const sched::PlanEntry<Mask>* plan;  // order.row_blocks entries, for listed masks as many for each slice; or null
   int32_t* tile_counter;               // tiles handed out beyond the grid's first; null: one tile a CTA
-  float* lse;                          // (batch, heads_q, len_q); null: not wanted
-  int32_t heads_q, len_q;
+  float* lse;                          // (batch, heads_q, len_q) by strides; null: not wanted
+  int64_t lse_stride_batch, lse_stride_head, lse_stride_seq, lse_stride_residue;
+  const float* sinks;                  // (heads_q); null: none
+  int32_t heads_q, len_q, residues;
   int32_t q_heads_per_kv_head;
   int32_t head_dim, head_dim_v;
-  float scale_log2;                    // scale * log2(e) > 0
+  float scale_log2;                    // unit of S, see attn/score.cuh, times log2(e); > 0
   float inverse_scale_log2;            // 1 / scale_log2
+  float cap_factor;                    // Score::kSoftcap: scale / softcap
+  const float* alibi_slopes;           // Score::kAlibi: (heads_q) or (batch, heads_q)
+  int64_t alibi_stride_batch;
+  float alibi_factor;                  // from a slope to S's unit a key
 };
 
-// Which key blocks of a tile one warpgroup's 64 rows meet, in visit order: `front` blocks that lie right of all of them,
-// `steps` to attend to, `back` blocks left of all of them.
-struct Span {
-  int32_t front, steps, back;
+using sched::Span;  // of a warpgroup's 64 rows
+// Spans that are not part of the plan.
+template <bool kPlanned>
+struct OwnSpans {
+  Span spans[sched::kMaxSpans];
 };
+template <>
+struct OwnSpans<true> {};
 
-// What the producer tells the consumers about their next tile.
+// What the producer tells the consumers about their next tile: its entry of the plan, planned or not (row_block negative:
+// no more tiles), and whose rows they are.
 template <class Mask, class Config>
-struct alignas(16) TileWork {
-  int32_t row_block;  // negative: no more tiles
+struct alignas(16) TileWork : sched::PlanEntry<Mask>, OwnSpans<Mask::kSpansPlanned> {
   int32_t head;
   int32_t kv_head;
   int32_t batch;
-  mask::KeyTiles tiles;
-  typename Mask::Block block;
-  Span spans[Config::kConsumerWarpgroups];
+  int32_t residue;
+
+  __device__ sm90::Sequence queries() const { return {head, batch, residue}; }
+  __device__ sm90::Sequence keys() const { return {kv_head, batch, residue}; }
 };
+
+// A key block as its place does not tell it: where the block's keys begin, and what of a listed cell may be seen.
+struct KeyBlock {
+  int32_t key_tile;
+  int32_t detail;
+};
+
+// Whether the consumers have to know a full block's place, or cannot tell a block's place from its step.
+template <class Mask, class Score>
+inline constexpr bool kNeedsKeyBlocks = Mask::kListed || Score::kAlibi;
+
+// Composite masks run over strided tensors too.
+template <class Mask>
+inline constexpr int kMapRank = Mask::kKind == MaskKind::kComposite ? sm90::kStridedRank : sm90::kPlainRank;
 
 // SYNC: with four the producer never waits for a slot. It publishes tile t + 1 when block 0 of tile t has been issued, so
 // when K of two blocks before has been read; that is of tile t - 2 or later, hence tile t - 3 is done.
@@ -78,6 +104,7 @@ struct Shared {
   sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  producer
 
   TileWork<Mask, Config> work[kWorkSlots];
+  KeyBlock key_block[Config::kStages];  // of the K stages; where the consumers need it
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;

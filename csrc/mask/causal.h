@@ -9,6 +9,10 @@ struct Causal {
   static constexpr const char* kName = "causal";
   static constexpr MaskKind kKind = MaskKind::kCausal;
   static constexpr bool kPlanned = false;
+  static constexpr bool kSpansPlanned = false;
+  static constexpr bool kListed = false;
+  using Row = Interval;
+  using Tiles = KeyTiles;
 
   struct Params {
     int32_t shift;  // position_shift()
@@ -18,11 +22,17 @@ struct Causal {
 
   static Params make_params(const AttentionParams& p) { return {position_shift(p), p.len_kv}; }
 
-  static FLASHMSA_HD Block block(const Params&, int32_t /*batch*/, int32_t /*first_row*/, int32_t /*last_row*/) {
+  static FLASHMSA_HD Block block(const Params&, int32_t /*batch*/, int32_t /*head*/, int32_t /*first_row*/,
+                                 int32_t /*last_row*/) {
     return {};
   }
   static FLASHMSA_HD Interval row(const Params& params, const Block&, int32_t i) {
     return {0, clamp(i + params.shift + 1, 0, params.len_kv)};
+  }
+
+  static FLASHMSA_HD Tiles tiles(const Params& params, const Block& block, int32_t first_row, int32_t last_row,
+                                 int32_t tile_size) {
+    return row_tiles<Causal>(params, block, first_row, last_row, tile_size);
   }
 };
 

@@ -14,6 +14,10 @@ struct Document {
   static constexpr const char* kName = "document";
   static constexpr MaskKind kKind = MaskKind::kDocument;
   static constexpr bool kPlanned = true;
+  static constexpr bool kSpansPlanned = false;
+  static constexpr bool kListed = false;
+  using Row = Interval;
+  using Tiles = KeyTiles;
 
   struct Params {
     const int32_t* q_offsets;  // (num_documents + 1), or (batch, num_documents + 1)
@@ -69,7 +73,8 @@ struct Document {
     return staged;
   }
 
-  static FLASHMSA_HD Block block(const Params& params, int32_t batch, int32_t first_row, int32_t last_row) {
+  static FLASHMSA_HD Block block(const Params& params, int32_t batch, int32_t /*head*/, int32_t first_row,
+                                 int32_t last_row) {
     const int32_t first = find(params, batch, 0, params.num_documents, first_row);
     const int32_t last = find(params, batch, first, params.num_documents, last_row);
     return {batch, first, min_of(last + 1, params.num_documents), first == last, keys(params, batch, first)};
@@ -79,6 +84,27 @@ struct Document {
     if (block.one_document) return visible(params, block.keys, i);
     const int32_t document = find(params, block.batch, block.doc_begin, block.doc_end, i);
     return visible(params, keys(params, block.batch, document), i);
+  }
+
+  static FLASHMSA_HD Tiles tiles(const Params& params, const Block& block, int32_t first_row, int32_t last_row,
+                                 int32_t tile_size) {
+    return row_tiles<Document>(params, block, first_row, last_row, tile_size);
+  }
+
+  // The document of row i among [low, high): the d with q_offsets[d] <= i < q_offsets[d + 1]; of several candidates
+  // (empty documents share an offset) the last. `high` when i lies past q_offsets[high].
+  static FLASHMSA_HD int32_t find(const Params& params, int32_t batch, int32_t low, int32_t high, int32_t i) {
+    const int32_t* q = params.q_offsets + batch * params.offsets_stride;
+    // Smallest d with q_offsets[d + 1] > i.
+    while (low < high) {
+      const int32_t mid = low + (high - low) / 2;
+      if (q[mid + 1] > i) {
+        high = mid;
+      } else {
+        low = mid + 1;
+      }
+    }
+    return low;
   }
 
  private:
@@ -101,22 +127,6 @@ struct Document {
     const int32_t end = clamp(kv[document + 1], begin, params.len_kv);
     const int64_t shift = int64_t{kv[document + 1]} - q[document + 1] + 1;
     return {begin, end, static_cast<int32_t>(clamp<int64_t>(shift, INT32_MIN, INT32_MAX))};
-  }
-
-  // The document of row i among [low, high): the d with q_offsets[d] <= i < q_offsets[d + 1]; of several candidates
-  // (empty documents share an offset) the last. `high` when i lies past q_offsets[high].
-  static FLASHMSA_HD int32_t find(const Params& params, int32_t batch, int32_t low, int32_t high, int32_t i) {
-    const int32_t* q = params.q_offsets + batch * params.offsets_stride;
-    // Smallest d with q_offsets[d + 1] > i.
-    while (low < high) {
-      const int32_t mid = low + (high - low) / 2;
-      if (q[mid + 1] > i) {
-        high = mid;
-      } else {
-        low = mid + 1;
-      }
-    }
-    return low;
   }
 };
 

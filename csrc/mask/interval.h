@@ -4,12 +4,18 @@
 // A trait provides
 //   struct Params                                   plain data, passed to kernels by value
 //   struct Block                                    what a block of consecutive rows needs to find its rows' intervals
+//   using Row = Interval, or TwoRuns                the keys of a row
+//   using Tiles = KeyTiles, or TwoRunTiles          the key tiles of a block
 //   static Params make_params(const AttentionParams&)
-//   static Block  block(params, batch, first_row, last_row)
-//   static Interval row(params, block, i)           for first_row <= i <= last_row
-//   static constexpr bool kPlanned                  rows differ by device data: tiles are planned on the device (sched/);
-//                                                   then also staged_size() and stage(), see document.h
-// and promises that both ends of row(i) never decrease with i inside a block; an empty row is [x, x) with x in that order.
+//   static Block  block(params, batch, head, first_row, last_row)
+//   static Row    row(params, block, i)             for first_row <= i <= last_row
+//   static Tiles  tiles(params, block, first_row, last_row, tile_size)
+//   static constexpr bool kPlanned                  rows may differ by device data, and tiles are then planned on the device
+//                                                   (sched/); with staged_size() and stage(), see document.h
+//   static constexpr bool kSpansPlanned             the plan also says what each 64 rows of a block meet
+//   static constexpr bool kListed                   tiles count the entries of a list, see block_sparse.h
+// and promises that both ends of a row's interval never decrease with i inside a block; an empty row is [x, x) with x in
+// that order.
 #pragma once
 
 #include "core/params.h"
@@ -22,7 +28,27 @@ struct Interval {
   int32_t end;  // one past the last allowed key; begin == end: no key
 };
 
+// Two runs of keys: a window's always-visible first keys, and the window. The first may reach into the main one.
+struct TwoRuns {
+  Interval first;
+  Interval main;
+};
+
+FLASHMSA_HD Interval main_run(Interval row) { return row; }
+FLASHMSA_HD Interval main_run(const TwoRuns& row) { return row.main; }
+// The part of the first run that lies left of the main one; empty without one.
+FLASHMSA_HD Interval first_run(Interval /*row*/) { return {0, 0}; }
+FLASHMSA_HD Interval first_run(const TwoRuns& row) {
+  const int32_t end = row.main.begin < row.main.end ? min_of(row.first.end, row.main.begin) : row.first.end;
+  return {row.first.begin, max_of(end, row.first.begin)};
+}
+
 FLASHMSA_HD bool contains(Interval interval, int32_t key) { return key >= interval.begin && key < interval.end; }
+FLASHMSA_HD bool contains(const TwoRuns& row, int32_t key) {
+  return contains(row.main, key) || contains(row.first, key);
+}
+FLASHMSA_HD int32_t visible_keys(Interval row) { return row.end - row.begin; }
+FLASHMSA_HD int32_t visible_keys(const TwoRuns& row) { return visible_keys(row.main) + visible_keys(first_run(row)); }
 
 enum class TileClass { kSkip, kPartial, kFull };
 
@@ -54,6 +80,32 @@ struct KeyTiles {
   }
 };
 
+// The same, and before `begin` a run of partial tiles [first_begin, first_end), visited last of the partial ones.
+struct TwoRunTiles {
+  KeyTiles main;
+  int32_t first_begin;
+  int32_t first_end;
+
+  FLASHMSA_HD int32_t first_count() const { return first_end - first_begin; }
+  FLASHMSA_HD int32_t count() const { return main.count() + first_count(); }
+  FLASHMSA_HD int32_t partial_count() const { return main.partial_count() + first_count(); }
+
+  FLASHMSA_HD int32_t visit(int32_t step) const {
+    const int32_t partial = main.partial_count();
+    if (step < partial) return main.visit(step);
+    step -= partial;
+    if (step < first_count()) return first_end - 1 - step;
+    return main.full_end - 1 - (step - first_count());
+  }
+
+  FLASHMSA_HD TileClass classify(int32_t tile) const {
+    return tile >= first_begin && tile < first_end ? TileClass::kPartial : main.classify(tile);
+  }
+};
+
+FLASHMSA_HD const KeyTiles& main_tiles(const KeyTiles& tiles) { return tiles; }
+FLASHMSA_HD const KeyTiles& main_tiles(const TwoRunTiles& tiles) { return tiles.main; }
+
 // The tiles of a block whose first and last row have the intervals `first` and `last`. Both ends grow with the row, so
 // the union of all rows is [first.begin, last.end) and their intersection [last.begin, first.end).
 FLASHMSA_HD KeyTiles key_tiles(Interval first, Interval last, int32_t tile_size) {
@@ -70,10 +122,25 @@ FLASHMSA_HD KeyTiles key_tiles(Interval first, Interval last, int32_t tile_size)
 // What to add to a query's index for its position among the keys: aligned at the end, or at the start.
 inline int32_t position_shift(const AttentionParams& p) { return p.mask.top_left ? 0 : p.len_kv - p.len_q; }
 
-// The last key tile of a length that the tile does not divide is never full: no interval reaches past len_kv.
+// The same of two runs. NOTE: between the first row's runs the tiles up to the last row's first run count: more than
+// needed only where a block's rows have first runs in several documents.
+FLASHMSA_HD TwoRunTiles key_tiles(const TwoRuns& first, const TwoRuns& last, int32_t tile_size) {
+  TwoRunTiles tiles = {key_tiles(first.main, last.main, tile_size), 0, 0};
+  const int32_t begin = first.first.begin;
+  const int32_t end = max_of(first.first.end, last.first.end);
+  if (begin >= end) return tiles;
+  tiles.first_begin = begin / tile_size;
+  tiles.first_end = ceil_div(end, tile_size);
+  if (tiles.main.count() > 0) tiles.first_end = min_of(tiles.first_end, tiles.main.begin);
+  tiles.first_begin = min_of(tiles.first_begin, tiles.first_end);
+  return tiles;
+}
+
+// The tiles that rows in order meet. The last key tile of a length that the tile does not divide is never full: no
+// interval reaches past len_kv.
 template <class Mask>
-FLASHMSA_HD KeyTiles block_tiles(const typename Mask::Params& params, const typename Mask::Block& block,
-                                 int32_t first_row, int32_t last_row, int32_t tile_size) {
+FLASHMSA_HD typename Mask::Tiles row_tiles(const typename Mask::Params& params, const typename Mask::Block& block,
+                                           int32_t first_row, int32_t last_row, int32_t tile_size) {
   return key_tiles(Mask::row(params, block, first_row), Mask::row(params, block, last_row), tile_size);
 }
 

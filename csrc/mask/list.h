@@ -1,8 +1,9 @@
-// The list of masks. Adding one: a header beside this, a line here, a dataclass in flashmsa/masks.py.
+// The list of masks. Adding one: a header beside this, a line here, a dataclass in flashmsa/masks.
 #pragma once
 
-#include "mask/band.h"
+#include "mask/block_sparse.h"
 #include "mask/causal.h"
+#include "mask/composite.h"
 #include "mask/dense.h"
 #include "mask/document.h"
 
@@ -10,4 +11,5 @@
   X(Dense)                        \
   X(Causal)                       \
   X(Document)                     \
-  X(Band)
+  X(Composite)                    \
+  X(BlockSparse)

@@ -1,4 +1,5 @@
-// Builds the plan on the device: one CTA counts each row block's key tiles and sorts the blocks by that count.
+// Builds the plan on the device: one CTA counts each row block's key tiles and sorts the blocks by that count. Listed masks,
+// whose heads differ, have a CTA and a plan for each slice.
 #pragma once
 
 #include "sched/plan.h"
@@ -12,11 +13,12 @@ inline constexpr int32_t kPlanStaged = 8192;
 template <class Mask>
 struct PlanParams {
   typename Mask::Params mask;
-  int32_t batches;     // with a plan of their own: 1 where offsets are shared
+  int32_t batches;  // with a plan of their own: 1 where heads and batches share one
+  int32_t heads;  // listed masks: slice = batch * heads + head
   int32_t row_blocks;  // per batch
   int32_t block_q, block_kv;
   int32_t len_q;
-  int32_t max_tiles;   // key tiles of the whole length
+  int32_t max_tiles;  // key tiles of the whole length
 };
 
 // Without a plan: only the tile counter is set.
@@ -27,7 +29,7 @@ static __global__ void reset_counter_kernel(int32_t* tile_counter) {
 }
 
 // Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. A thread keeps its first entry
-// and makes the others again rather than store them. Which of two equal blocks comes first is left to the atomics: no
+// where it has the registers, and makes the others again rather than store them. Which of two equal blocks comes first is left to the atomics: no
 // result depends on it.
 // PERF: the attention kernel waits for this one, so latency counts: the mask's offsets are read from memory once, together.
 template <class Mask>
@@ -38,10 +40,14 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ int32_t warp_sums[kPlanThreads / 32];
   __shared__ int32_t staged[kPlanStaged];
   const int32_t thread = threadIdx.x;
-  const int32_t entries = p.batches * p.row_blocks;
+  // A listed mask's CTA plans one slice, any other the one plan that there is.
+  const int32_t slice = Mask::kListed ? blockIdx.x : 0;
+  const int32_t entries = Mask::kListed ? p.row_blocks : p.batches * p.row_blocks;
+  plan += int64_t{slice} * p.row_blocks;
   const int32_t shift = bucket_shift(p.max_tiles);
   const auto bucket_of = [&](const PlanEntry<Mask>& entry) {
-    return kPlanBuckets - 1 - (entry.tiles.count() >> shift);
+    // NOTE: a list may hold anything, also more tiles than there are.
+    return kPlanBuckets - 1 - min_of(entry.tiles.count() >> shift, kPlanBuckets - 1);
   };
 
   // The attention kernel may start while this one runs: it waits for the plan where it first needs it.
@@ -50,18 +56,21 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (Mask::staged_size(mask, p.batches) <= kPlanStaged) {
     mask = Mask::stage(mask, p.batches, staged, thread, kPlanThreads);
   }
-  if (thread == 0) *tile_counter = 0;
+  if (thread == 0 && slice == 0) *tile_counter = 0;
   bucket_start[thread] = 0;
   __syncthreads();
   const auto make_entry = [&](int32_t index) {
-    return plan_row_block<Mask>(mask, index / p.row_blocks, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
+    const int32_t batch = Mask::kListed ? slice / p.heads : index / p.row_blocks;
+    return plan_row_block<Mask>(mask, batch, slice % p.heads, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
   };
 
   // 1. Histogram.
+  constexpr bool kKeepsFirst = sizeof(PlanEntry<Mask>) <= 64;
   PlanEntry<Mask> first = {};
   if (thread < entries) {
-    first = make_entry(thread);
-    atomicAdd(&bucket_start[bucket_of(first)], 1);
+    const PlanEntry<Mask> entry = make_entry(thread);
+    atomicAdd(&bucket_start[bucket_of(entry)], 1);
+    if constexpr (kKeepsFirst) first = entry;
   }
   for (int32_t i = thread + kPlanThreads; i < entries; i += kPlanThreads) {
     atomicAdd(&bucket_start[bucket_of(make_entry(i))], 1);
@@ -86,10 +95,12 @@ __global__ void __launch_bounds__(kPlanThreads)
 
   // 3. Scatter.
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
-    const PlanEntry<Mask> entry = i == thread ? first : make_entry(i);
+    const PlanEntry<Mask> entry = kKeepsFirst && i == thread ? first : make_entry(i);
     const int32_t slot = atomicAdd(&bucket_start[bucket_of(entry)], 1);
     // Only offsets that another stream changes between the two passes could lead past the plan's end.
-    if (slot < entries) plan[slot] = entry;
+    if (slot >= entries) continue;
+    plan[slot] = entry;
+    plan_spans(mask, plan[slot], p.block_q, p.block_kv, p.len_q);
   }
 }
 

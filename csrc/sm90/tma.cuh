@@ -9,31 +9,50 @@
 
 namespace flashmsa::sm90 {
 
-// Brings rows [row, row + Tile::kRows) of one head into a tile, one box per 64 columns; `full` completes after
+// One sequence of a tensor.
+struct Sequence {
+  int32_t head, batch;
+  int32_t residue = 0;  // strided maps
+};
+
+// Brings rows [row, row + Tile::kRows) of one sequence into a tile, one box per 64 columns; `full` completes after
 // Tile::kBytes, whatever part of the boxes lies outside the tensor. One thread calls it.
-template <class Tile>
-__device__ __forceinline__ void load_tile(void* shared, const TensorMap& tensor, int32_t row, int32_t head,
-                                          int32_t batch, Barrier& full) {
+template <class Tile, int kRank = kPlainRank>
+__device__ __forceinline__ void load_tile(void* shared, const TensorMap& tensor, int32_t row, Sequence from,
+                                          Barrier& full) {
 #pragma unroll
   for (int group = 0; group < Tile::kGroups; ++group) {
-    const int32_t coordinates[4] = {group * kSwizzleColumns, row, head * tensor.head_step, batch * tensor.batch_step};
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
-                              static_cast<char*>(shared) + group * Tile::kGroupBytes, &tensor.map, coordinates,
-                              &full.word);
+    char* target = static_cast<char*>(shared) + group * Tile::kGroupBytes;
+    const int32_t column = group * kSwizzleColumns;
+    const int32_t head = from.head * tensor.head_step, batch = from.batch * tensor.batch_step;
+    if constexpr (kRank == kStridedRank) {
+      const int32_t coordinates[kRank] = {column, row, from.residue, head, batch};
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, target, &tensor.map, coordinates, &full.word);
+    } else {
+      const int32_t coordinates[kRank] = {column, row, head, batch};
+      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, target, &tensor.map, coordinates, &full.word);
+    }
   }
 }
 
 // Writes the box of rows that starts at `shared` (its row 0 in each 64-column group of Tile) to rows [row, …) and columns
-// [column, column + Tile::kColumns) of one head. Rows and columns outside the tensor are dropped. One thread calls it, after every writer's fence_async_proxy.
-template <class Tile>
-__device__ __forceinline__ void store_rows(const TensorMap& tensor, const void* shared, int32_t column, int32_t row,
-                                           int32_t head, int32_t batch) {
+// [column, column + Tile::kColumns) of one sequence. Rows and columns outside the tensor are dropped. One thread calls it,
+// after every writer's fence_async_proxy.
+template <class Tile, int kRank = kPlainRank>
+__device__ __forceinline__ void store_rows(const TensorMap& tensor, const void* shared, int32_t first_column,
+                                           int32_t row, Sequence to) {
 #pragma unroll
   for (int group = 0; group < Tile::kGroups; ++group) {
-    const int32_t coordinates[4] = {column + group * kSwizzleColumns, row, head * tensor.head_step,
-                                    batch * tensor.batch_step};
-    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &tensor.map, coordinates,
-                              static_cast<const char*>(shared) + group * Tile::kGroupBytes);
+    const char* source = static_cast<const char*>(shared) + group * Tile::kGroupBytes;
+    const int32_t column = first_column + group * kSwizzleColumns;
+    const int32_t head = to.head * tensor.head_step, batch = to.batch * tensor.batch_step;
+    if constexpr (kRank == kStridedRank) {
+      const int32_t coordinates[kRank] = {column, row, to.residue, head, batch};
+      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &tensor.map, coordinates, source);
+    } else {
+      const int32_t coordinates[kRank] = {column, row, head, batch};
+      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &tensor.map, coordinates, source);
+    }
   }
   ptx::cp_async_bulk_commit_group();
 }

@@ -2,6 +2,6 @@
 
 namespace flashmsa::fwd {
 
-std::vector<KernelEntry> entries_d128_fp16() { return make_entries<Config128<__half>>(); }
+std::vector<KernelEntry> entries_d128_fp16() { return make_entries<Config128<__half>, Config128<__half>>(); }
 
 }  // namespace flashmsa::fwd

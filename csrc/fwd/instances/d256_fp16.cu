@@ -2,6 +2,6 @@
 
 namespace flashmsa::fwd {
 
-std::vector<KernelEntry> entries_d256_fp16() { return make_entries<Config256<__half>>(); }
+std::vector<KernelEntry> entries_d256_fp16() { return make_entries<Config256<__half>, Config256<__half>>(); }
 
 }  // namespace flashmsa::fwd

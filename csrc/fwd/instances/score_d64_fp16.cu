@@ -1,0 +1,7 @@
+#include "fwd/launch.cuh"
+
+namespace flashmsa::fwd {
+
+std::vector<KernelEntry> score_entries_d64_fp16() { return make_score_entries<Config64<__half>, ListConfig64<__half>>(); }
+
+}  // namespace flashmsa::fwd

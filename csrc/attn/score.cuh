@@ -57,31 +57,16 @@ __device__ __forceinline__ void apply_softcap(float (&s)[kCount], float factor) 
   }
 }
 
-// S -= slope * |position - key| for this thread's two rows.
-// PERF: where all keys of the block lie on one side of all positions the distance is linear: two instructions an element.
+// S -= slope * |position - key| for this thread's two rows: an addition and a multiply-add an element.
 template <int kCount>
 __device__ __forceinline__ void apply_alibi(float (&s)[kCount], float slope, const int32_t (&position)[2],
                                             int32_t first_key, int32_t thread) {
-  constexpr int kLastColumn = sm90::Accumulator::column_offset(kCount - 1);
   const int32_t first_column = first_key + sm90::Accumulator::first_column(thread);
-  const int32_t distance[2] = {first_column - position[0], first_column - position[1]};
-  const bool left = distance[0] + kLastColumn <= 0 && distance[1] + kLastColumn <= 0;
-  const bool right = distance[0] >= 0 && distance[1] >= 0;
-  const float from[2] = {static_cast<float>(distance[0]), static_cast<float>(distance[1])};
-  if (__all_sync(~0u, left) || __all_sync(~0u, right)) {
-    const float step = __all_sync(~0u, left) ? slope : -slope;
-    const float base[2] = {step * from[0], step * from[1]};
+  const float from[2] = {static_cast<float>(first_column - position[0]), static_cast<float>(first_column - position[1])};
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      const int slot = sm90::Accumulator::row_slot(e);
-      s[e] = fmaf(step, static_cast<float>(sm90::Accumulator::column_offset(e)), s[e] + base[slot]);
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      const int slot = sm90::Accumulator::row_slot(e);
-      s[e] -= slope * fabsf(from[slot] + static_cast<float>(sm90::Accumulator::column_offset(e)));
-    }
+  for (int e = 0; e < kCount; ++e) {
+    const int slot = sm90::Accumulator::row_slot(e);
+    s[e] = fmaf(-slope, fabsf(from[slot] + static_cast<float>(sm90::Accumulator::column_offset(e))), s[e]);
   }
 }
 

@@ -63,6 +63,24 @@ std::optional<double> read_scale(PyObject* object) {
   return value;
 }
 
+double read_float(const char* name, PyObject* object) {
+  TORCH_CHECK_TYPE(!THPVariable_Check(object) && !PyBool_Check(object), name, ": must be a float, not ",
+                   type_name(object));
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
+    PyErr_Clear();
+    TORCH_CHECK_VALUE(!too_large, name, ": an int that no float can hold; must be finite");
+    TORCH_CHECK_TYPE(false, name, ": must be a float, not ", type_name(object));
+  }
+  return value;
+}
+
+std::optional<at::Tensor> read_optional_tensor(const char* name, PyObject* object) {
+  if (object == Py_None) return std::nullopt;
+  return read_tensor(name, object);
+}
+
 template <class Each>
 void read_sequence(const char* name, PyObject* object, const Each& each) {
   TORCH_CHECK_TYPE(PyTuple_Check(object) || PyList_Check(object), name, ": must be a tuple or list, not ",
@@ -71,7 +89,7 @@ void read_sequence(const char* name, PyObject* object, const Each& each) {
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) each(items[i]);
 }
 
-// The eight arguments of the schema, in its order. Borrows the caller's tensors.
+// The eleven arguments of the schema, in its order. Borrows the caller's tensors.
 struct CallArguments {
   const at::Tensor& q;
   const at::Tensor& k;
@@ -80,9 +98,12 @@ struct CallArguments {
   c10::SmallVector<int64_t, 4> mask_ints;
   c10::SmallVector<at::Tensor, 4> mask_tensors;
   std::optional<double> scale;
+  double softcap;
+  std::optional<at::Tensor> sinks;
+  std::optional<at::Tensor> alibi_slopes;
   bool return_lse;
 
-  static constexpr Py_ssize_t kCount = 8;
+  static constexpr Py_ssize_t kCount = 11;
 
   explicit CallArguments(PyObject* const* a)
       : q(read_tensor("q", a[0])),
@@ -90,7 +111,10 @@ struct CallArguments {
         v(read_tensor("v", a[2])),
         mask(read_int("mask", a[3])),
         scale(read_scale(a[6])),
-        return_lse(PyObject_IsTrue(a[7]) == 1) {
+        softcap(read_float("softcap", a[7])),
+        sinks(read_optional_tensor("sinks", a[8])),
+        alibi_slopes(read_optional_tensor("alibi_slopes", a[9])),
+        return_lse(PyObject_IsTrue(a[10]) == 1) {
     read_sequence("mask_ints", a[4], [&](PyObject* item) { mask_ints.push_back(read_int("mask_ints", item)); });
     read_sequence("mask_tensors", a[5],
                   [&](PyObject* item) { mask_tensors.push_back(read_tensor("mask_tensors", item)); });
@@ -115,7 +139,7 @@ PyObject* py_attention(PyObject* /*module*/, PyObject* const* args, Py_ssize_t c
   const CallArguments a(args);
   Result result = [&] {
     const py::gil_scoped_release no_gil;
-    return attention(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.return_lse);
+    return attention(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks, a.alibi_slopes, a.return_lse);
   }();
   return wrap(std::move(result));
   END_HANDLE_TH_ERRORS
@@ -128,7 +152,7 @@ PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize
   at::Tensor out = read_tensor("out", args[CallArguments::kCount]);
   at::Tensor lse = [&] {
     const py::gil_scoped_release no_gil;
-    return attention_out(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.return_lse, out);
+    return attention_out(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks, a.alibi_slopes, a.return_lse, out);
   }();
   return wrap({std::move(out), std::move(lse)});
   END_HANDLE_TH_ERRORS
@@ -136,10 +160,10 @@ PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize
 
 PyMethodDef kMethods[] = {
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention)), METH_FASTCALL,
-     "attention(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse) -> (out, lse)\n\n"
+     "attention(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse) -> (out, lse)\n\n"
      "flashmsa::attention by position, through torch's dispatcher."},
     {"attention_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention_out)), METH_FASTCALL,
-     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse, out) -> (out, lse)\n\n"
+     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse, out) -> (out, lse)\n\n"
      "flashmsa::attention.out by position, and the tensor it wrote to."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -184,6 +208,8 @@ py::dict describe(const fwd::KernelInfo& kernel) {
   py::dict d;
   d["name"] = kernel.name;
   d["mask"] = mask_name(kernel.mask);
+  d["softcap"] = kernel.softcap;
+  d["alibi"] = kernel.alibi;
   d["dtype"] = dtype_name(kernel.dtype);
   d["head_dim_bucket"] = kernel.head_dim_bucket;
   d["block_q"] = kernel.block_q;
@@ -206,10 +232,14 @@ py::list kernels() {
   return list;
 }
 
-py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v) {
+py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v, bool softcap,
+                       bool alibi) {
 #ifdef FLASHMSA_WITH_CUDA
   AttentionParams params;
-  params.mask.kind = static_cast<MaskKind>(mask);
+  params.mask.kind = kernel_kind(static_cast<MaskKind>(mask));
+  params.softcap = softcap ? 1.0 : 0.0;
+  const float some_slope = 0.0f;
+  if (alibi) params.alibi_slopes = &some_slope;
   params.dtype = core_dtype(dtype);
   params.head_dim = head_dim;
   params.head_dim_v = head_dim_v;
@@ -221,20 +251,21 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
 
 py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const std::vector<at::Tensor>& mask_tensors,
                      int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv) {
-  check_mask<int64_t>(mask, mask_ints, mask_tensors, batch, at::kCPU);
+  check_mask<int64_t>(mask, mask_ints, mask_tensors, at::kCPU,
+                      {int64_t{batch}, int64_t{heads_q}, int64_t{heads_q}, int64_t{len_q}, int64_t{len_kv}});
   // NOTE: lengths leave room below the largest int32 for a whole tile of this size.
   constexpr int32_t kMaxBlock = 65536;
   TORCH_CHECK_VALUE(block_q > 0 && block_kv > 0 && block_q <= kMaxBlock && block_kv <= kMaxBlock,
                     "block_q, block_kv: ", block_q, ", ", block_kv, "; must be positive, at most ", kMaxBlock);
   TORCH_CHECK_VALUE(batch >= 0 && heads_q >= 0 && len_q >= 0 && len_kv >= 0,
                     "batch, heads_q, len_q, len_kv: must not be negative");
-  std::array<at::Tensor, 2> offsets;
+  std::vector<at::Tensor> held;
   AttentionParams params;
   params.batch = batch;
   params.heads_q = heads_q;
   params.len_q = len_q;
   params.len_kv = len_kv;
-  params.mask = make_mask(mask, mask_ints, mask_tensors, offsets);
+  params.mask = make_mask(mask, mask_ints, mask_tensors, held);
   const TileCounts counts = count_tiles(params, block_q, block_kv);
   py::dict d;
   d["full"] = counts.full;
@@ -253,7 +284,8 @@ PYBIND11_MODULE(_C, m) {
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
   m.def("kernels", &kernels, "Every compiled sm_90a kernel, as dicts.");
   m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
-        py::arg("head_dim"), py::arg("head_dim_v"), "The kernel for a mask kind, dtype and head dims, or None.");
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
+        "The kernel for a mask kind, dtype, head dims and options, or None.");
   m.def("tile_counts", torch::wrap_pybind_function(&tile_counts), py::arg("mask"), py::arg("mask_ints"),
         py::arg("mask_tensors"), py::arg("batch"), py::arg("heads_q"), py::arg("len_q"), py::arg("len_kv"),
         py::arg("block_q"), py::arg("block_kv"),

@@ -28,9 +28,12 @@ using at::IntArrayRef;
 using at::Tensor;
 using at::TensorList;
 using Scale = std::optional<double>;
+using OptionalTensor = std::optional<Tensor>;
 
-using Functional = Result(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool);
-using Out = Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool, Tensor&);
+using Functional = Result(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double,
+                          const OptionalTensor&, const OptionalTensor&, bool);
+using Out = Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double,
+                   const OptionalTensor&, const OptionalTensor&, bool, Tensor&);
 
 const c10::TypedOperatorHandle<Functional>& functional_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("flashmsa::attention", "").typed<Functional>();
@@ -57,7 +60,9 @@ void run(const Arguments& args, const Tensor& out, const Tensor& lse) {
   if (out.numel() == 0) return;
   if (args.k.size(2) == 0) {
     out.zero_();
+    if (lse.numel() == 0) return;
     lse.fill_(-std::numeric_limits<double>::infinity());
+    if (args.sinks.has_value()) lse.copy_(args.sinks->unsqueeze(-1));
     return;
   }
   Call call = make_call(args, out, lse, Backend::kRows);
@@ -72,8 +77,8 @@ Tensor empty_out(const Arguments& args) {
 
 template <class Backend>
 Result attention_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                    TensorList mask_tensors, Scale scale, bool return_lse) {
-  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
+                    TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<int64_t>(args);
   Backend::check_device(q.device());
   const c10::OptionalDeviceGuard guard = Backend::make_current(q.device());
@@ -85,8 +90,8 @@ Result attention_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t m
 
 template <class Backend>
 Tensor attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                        TensorList mask_tensors, Scale scale, bool return_lse, Tensor& out) {
-  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
+                        TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
+  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<int64_t>(args);
   check_out<int64_t>(args, out);
   Backend::check_device(q.device());
@@ -113,16 +118,16 @@ Tensor meta_lse(const Arguments& args, bool return_lse) {
 }
 
 Result attention_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                      TensorList mask_tensors, Scale scale, bool return_lse) {
-  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
+                      TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<c10::SymInt>(args);
   const OutLayout<c10::SymInt> layout = out_layout<c10::SymInt>(args);
   return {at::empty_strided_symint(layout.sizes, layout.strides, q.options()), meta_lse(args, return_lse)};
 }
 
 Tensor attention_out_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                          TensorList mask_tensors, Scale scale, bool return_lse, Tensor& out) {
-  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale};
+                          TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
+  const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<c10::SymInt>(args);
   check_out<c10::SymInt>(args, out);
   return meta_lse(args, return_lse);
@@ -141,21 +146,25 @@ void refuse_gradient(const char* name, const Tensor& tensor) {
 }
 
 Result attention_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
-                          IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, bool return_lse) {
+                          IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
   refuse_gradient("q", q);
   refuse_gradient("k", k);
   refuse_gradient("v", v);
+  if (sinks.has_value()) refuse_gradient("sinks", *sinks);
+  if (alibi_slopes.has_value()) refuse_gradient("alibi_slopes", *alibi_slopes);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return functional_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, mask_ints, mask_tensors,
-                                    scale, return_lse);
+                                    scale, softcap, sinks, alibi_slopes, return_lse);
 }
 
 Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
-                              IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, bool return_lse,
+                              IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse,
                               Tensor& out) {
   refuse_gradient("q", q);
   refuse_gradient("k", k);
   refuse_gradient("v", v);
+  if (sinks.has_value()) refuse_gradient("sinks", *sinks);
+  if (alibi_slopes.has_value()) refuse_gradient("alibi_slopes", *alibi_slopes);
   refuse_gradient("out", out);
   Tensor lse = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -172,11 +181,11 @@ Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const T
   throw std::logic_error("unreachable");
 }
 
-Result attention_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool) {
+Result attention_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool) {
   refuse_vmap();
 }
 
-Tensor attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool,
+Tensor attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool,
                           Tensor&) {
   refuse_vmap();
 }
@@ -185,11 +194,11 @@ Tensor attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, 
 
 template <c10::DispatchKey kKey, c10::DeviceType kDevice>
 Result attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                          TensorList mask_tensors, Scale scale, bool return_lse) {
+                          TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
-  return functional_op().call(cast(q), cast(k), cast(v), mask, mask_ints, mask_tensors, scale, return_lse);
+  return functional_op().call(cast(q), cast(k), cast(v), mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse);
 }
 
 #ifndef FLASHMSA_WITH_CUDA
@@ -199,11 +208,11 @@ Result attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, int
   throw std::logic_error("unreachable");
 }
 
-Result attention_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool) {
+Result attention_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool) {
   refuse_cuda(q);
 }
 
-Tensor attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, bool,
+Tensor attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool,
                           Tensor&) {
   refuse_cuda(q);
 }
@@ -212,27 +221,27 @@ Tensor attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t
 }  // namespace
 
 Result attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                 TensorList mask_tensors, Scale scale, bool return_lse) {
-  return functional_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse);
+                 TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+  return functional_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse);
 }
 
 Tensor attention_out(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                     TensorList mask_tensors, Scale scale, bool return_lse, Tensor& out) {
+                     TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
   // NOTE: the dispatcher's fallback for these takes an operator that returns something else than `out` for a broken one.
   TORCH_CHECK_VALUE(!out.is_neg(),
                     "out: a view that negates what is written to it; must own its values, as "
                     "out.resolve_neg() does");
-  return out_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, return_lse, out);
+  return out_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse, out);
 }
 
 TORCH_LIBRARY(flashmsa, m) {
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, int mask, int[] mask_ints, Tensor[] mask_tensors, float? scale, "
-      "bool return_lse) -> (Tensor out, Tensor lse)",
+      "float softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "attention.out(Tensor q, Tensor k, Tensor v, int mask, int[] mask_ints, Tensor[] mask_tensors, float? scale, "
-      "bool return_lse, *, Tensor(a!) out) -> Tensor lse",
+      "float softcap, Tensor? sinks, Tensor? alibi_slopes, bool return_lse, *, Tensor(a!) out) -> Tensor lse",
       {at::Tag::pt2_compliant_tag});
 }
 

@@ -36,6 +36,14 @@ using ListConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
 using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 
+// With a soft cap, whose kernels need more registers.
+template <class Element>
+using CapConfig64 = ListConfig64<Element>;
+template <class Element>
+using CapConfig128 = Config128<Element>;
+template <class Element>
+using CapConfig256 = Config<Element, 256, 128, 32, 4, false, 1, 128, 40, 232>;
+
 constexpr int32_t bucket_of(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
 }  // namespace flashmsa::fwd

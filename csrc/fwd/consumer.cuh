@@ -385,7 +385,7 @@ struct Consumer {
 
   // This warp's rows again, key by key; see attn/slow_rows.cuh.
   __device__ __forceinline__ void store_slowly() {
-    const TileWork<Mask, Config> tile = work();
+    const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
 #pragma unroll 1

@@ -1,9 +1,11 @@
 // The forward pass on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V, one persistent CTA an SM.
 //
-// Roles       warpgroup 0: one producer thread (TMA), few registers; warpgroups 1 …: consumers, 64 rows of the tile each.
+// Roles       warpgroup 0, few registers: a producer thread (TMA) and a scheduler thread in two warps; warpgroups 1 …:
+//             consumers, 64 rows of the tile each.
 // Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, work slots: shared.cuh.
 // Barriers    full_* (TMA bytes) and empty_* (one arrival a consumer warp) for Q, K, V; full_work / empty_work for tiles.
-// Schedule    1. producer: take a tile number, decode it, publish it, load Q, K(0), K(1), V(0), K(2), V(1), …
+// Schedule    0. scheduler: take a tile number, decode it, publish it
+//             1. producer: load Q, K(0), K(1), V(0), K(2), V(1), …
 //             2. consumers: S(0), P(0); then per key block S(i) and O += P(i-1) V(i-1) overlapped; the last P V
 //             3. consumers: O / l to shared memory, TMA store; lse
 #pragma once
@@ -13,6 +15,8 @@
 #include "fwd/shared.cuh"
 
 namespace flashmsa::fwd {
+
+inline constexpr uint32_t kSchedulerThread = 32;
 
 template <class Mask, class Config, class Score>
 __global__ void __launch_bounds__(Config::kThreads, 1)
@@ -35,9 +39,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warpgroup == 0) {
     sm90::setmaxnreg_dec<Config::kRegistersProducer>();
     if (threadIdx.x == 0) {
+      Producer<Mask, Config, kNeedsKeyBlocks<Mask, Score>>{params, shared}.run();
+    } else if (threadIdx.x == kSchedulerThread) {
       // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
-      Producer<Mask, Config, kNeedsKeyBlocks<Mask, Score>>{params, shared}.run();
+      Scheduler<Mask, Config>{params, shared}.run();
     }
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();

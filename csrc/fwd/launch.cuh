@@ -196,19 +196,18 @@ std::vector<KernelEntry> make_entries() {
 #undef FLASHMSA_ENTRY
 }
 
-// Softcap, ALiBi, both: for the masks that every other can be written as.
-template <class Config, class ListConfig>
+// Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap.
+template <class Config, class ListConfig, class CapConfig>
 std::vector<KernelEntry> make_score_entries() {
   using mask::BlockSparse;
   using mask::Composite;
   return {
-      make_entry<Composite, Config, attn::Score<true, false>>(),
+      make_entry<Composite, CapConfig, attn::Score<true, false>>(),
       make_entry<Composite, Config, attn::Score<false, true>>(),
-      // PERF: the list's tile leaves more registers, which these two together need at d64.
-      make_entry<Composite, ListConfig, attn::Score<true, true>>(),
-      make_entry<BlockSparse, ListConfig, attn::Score<true, false>>(),
+      make_entry<Composite, CapConfig, attn::Score<true, true>>(),
+      make_entry<BlockSparse, CapConfig, attn::Score<true, false>>(),
       make_entry<BlockSparse, ListConfig, attn::Score<false, true>>(),
-      make_entry<BlockSparse, ListConfig, attn::Score<true, true>>(),
+      make_entry<BlockSparse, CapConfig, attn::Score<true, true>>(),
   };
 }
 

@@ -1,4 +1,4 @@
-// The producer: one thread that hands out tiles and keeps TMA ahead of the consumers.
+// The producer warpgroup: one thread hands out tiles, another keeps TMA ahead of the consumers.
 #pragma once
 
 #include "fwd/shared.cuh"
@@ -78,7 +78,38 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
   }
 }
 
-// One thread that runs ahead of the consumers. kKeyBlocks: it tells them each key block's place.
+// The thread that hands out tiles: takes a number, decodes it, publishes it to the producer and the consumers.
+// PERF: a thread of its own. Decoding takes 1500 cycles for a causal mask and several times that for a composite one; done
+// between two loads it held up the consumers.
+// A tile is taken when the producer has begun the one before, not earlier: the last tiles go to whoever is free.
+// SYNC: tile t + 1 needs the slot of tile t + 1 - kWorkSlots alone, so nothing here waits for a tile that is still open.
+template <class Mask, class Config>
+struct Scheduler {
+  using S = Shared<Mask, Config>;
+
+  const KernelParams<Mask>& params;
+  S& shared;
+
+  // The number of the next tile: any CTA that gets there first takes it.
+  __device__ __forceinline__ int32_t next_tile() {
+    return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : params.order.count();
+  }
+
+  __device__ __forceinline__ void run() {
+    int32_t tile = blockIdx.x;
+    for (uint32_t round = 0;; ++round) {
+      const uint32_t slot = S::WorkRing::stage(round);
+      shared.empty_work[slot].wait(S::WorkRing::empty_parity(round));
+      decode_tile<Mask, Config>(params, tile, shared.work[slot]);
+      shared.full_work[slot].arrive();
+      if (tile >= params.order.count()) break;
+      shared.begun[slot].wait(S::WorkRing::full_parity(round));
+      tile = next_tile();
+    }
+  }
+};
+
+// The thread that loads. kKeyBlocks: it tells the consumers each key block's place.
 template <class Mask, class Config, bool kKeyBlocks>
 struct Producer {
   using S = Shared<Mask, Config>;
@@ -87,25 +118,18 @@ struct Producer {
   const KernelParams<Mask>& params;
   S& shared;
 
-  // NOTE: in shared memory, for the producer too: its few registers do not hold two of them.
-  __device__ __forceinline__ TileWork<Mask, Config>& work(uint32_t round) {
+  // NOTE: read in shared memory where needed: this thread's few registers do not hold it.
+  __device__ __forceinline__ const TileWork<Mask, Config>& work(uint32_t round) const {
     return shared.work[S::WorkRing::stage(round)];
   }
 
-  // The number of the next tile: any CTA that gets there first takes it.
-  __device__ __forceinline__ int32_t next_tile() {
-    return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : params.order.count();
-  }
-
-  // Tells the consumers about tile `round`, the end included.
-  __device__ __forceinline__ void publish(int32_t tile, uint32_t round) {
-    const uint32_t slot = S::WorkRing::stage(round);
-    shared.empty_work[slot].wait(S::WorkRing::empty_parity(round));
-    decode_tile<Mask, Config>(params, tile, work(round));
-    shared.full_work[slot].arrive();
+  // SYNC: tile `round` has been published.
+  __device__ __forceinline__ void wait_work(uint32_t round) {
+    shared.full_work[S::WorkRing::stage(round)].wait(S::WorkRing::full_parity(round));
   }
 
   __device__ __forceinline__ void load_q(uint32_t round) {
+    wait_work(round);
     const TileWork<Mask, Config>& tile = work(round);
     if (tile.row_block < 0) return;
     const uint32_t stage = S::QRing::stage(round);
@@ -126,54 +150,48 @@ struct Producer {
     }
   }
 
-  // Tile after tile: K(0), K(1), V(0), K(2), V(1), …, the order in which the consumers free the buffers. On the way the
-  // next tile is decoded and published, and its Q fetched.
-  // PERF: decoding takes 1500 cycles; done behind the last load it held up the consumers.
-  // SYNC: a warpgroup opens tile t + 1 before it has let all blocks of tile t pass. So nothing on the way there waits for
+  // Key block `key_tile` into the ring's n-th use: K and V alike.
+  __device__ __forceinline__ void load(const TileWork<Mask, Config>& tile, int32_t key_tile, void* buffer,
+                                       sm90::Barrier& full, const sm90::TensorMap& tensor) {
+    full.arrive_expect(S::KTile::kBytes);
+    sm90::load_tile<typename S::KTile, kMapRank<Mask>>(buffer, tensor, key_tile * Config::kBlockKv, tile.keys(), full);
+  }
+
+  // Tile after tile: K(0), K(1), V(0), K(2), V(1), …, the order in which the consumers free the buffers. On the way Q of the
+  // next tile is fetched.
+  // SYNC: a warpgroup opens tile t + 1 before it has let all blocks of tile t pass. So nothing on the way to its Q waits for
   // more than K(0) of tile t: K(1) and V(0) have the stages of the tile before, K(2) follows K(0), V(1) is free.
   __device__ __forceinline__ void run() {
     uint32_t key_blocks = 0;  // of K handed to TMA so far; V runs one behind within a tile
-    publish(blockIdx.x, 0);
     load_q(0);
 
     for (uint32_t round = 0;; ++round) {
       const TileWork<Mask, Config>& tile = work(round);
       if (tile.row_block < 0) break;
-      // Key block `at` into the ring's n-th use: K and V alike.
-      const auto load = [&](int32_t at, uint32_t n, auto& ring, sm90::Barrier* full, const sm90::TensorMap& tensor) {
-        const uint32_t stage = S::KvRing::stage(n);
-        full[stage].arrive_expect(S::KTile::kBytes);
-        sm90::load_tile<typename S::KTile, kMapRank<Mask>>(ring[stage], tensor, at * Config::kBlockKv, tile.keys(),
-                                                           full[stage]);
-      };
-      const auto wait_empty = [&](uint32_t n, sm90::Barrier* empty) {
-        empty[S::KvRing::stage(n)].wait(S::KvRing::empty_parity(n));
-      };
-
+      shared.begun[S::WorkRing::stage(round)].arrive();
       const int32_t steps = tile.tiles.count();
-      const int32_t publish_step = min_of(steps, 1);
       // Q of the next tile as soon as its buffer is free: early, but where there is one buffer that is read to the end.
       const int32_t q_step = Config::kQInRegisters || Config::kQStages > 1 ? min_of(steps, 2) : steps;
-      // PERF: a list is read before the wait for a free buffer, which hides the read.
       int32_t previous = 0;  // V runs one step behind
 #pragma unroll 1
       for (int32_t step = 0; step <= steps; ++step) {
         const uint32_t n = key_blocks + step;
+        const uint32_t stage = S::KvRing::stage(n), before = S::KvRing::stage(n - 1);
         int32_t key_tile = 0;
         if (step < steps) {
+          // PERF: a list is read before the wait for a free buffer, which hides the read.
           const KeyBlock block = key_block(tile, step);
           key_tile = block.key_tile;
-          wait_empty(n, shared.empty_k);
+          shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
           // SYNC: the consumers read it after full_k, of which this thread's arrival is a part.
-          if constexpr (kKeyBlocks) shared.key_block[S::KvRing::stage(n)] = block;
-          load(key_tile, n, shared.k, shared.full_k, params.k);
+          if constexpr (kKeyBlocks) shared.key_block[stage] = block;
+          load(tile, key_tile, shared.k[stage], shared.full_k[stage], params.k);
         }
         if (step > 0) {
-          wait_empty(n - 1, shared.empty_v);
-          load(Mask::kListed ? previous : tile.tiles.visit(step - 1), n - 1, shared.v, shared.full_v, params.v);
+          shared.empty_v[before].wait(S::KvRing::empty_parity(n - 1));
+          load(tile, previous, shared.v[before], shared.full_v[before], params.v);
         }
         previous = key_tile;
-        if (step == publish_step) publish(next_tile(), round + 1);
         if (step == q_step) load_q(round + 1);
       }
       key_blocks += steps;

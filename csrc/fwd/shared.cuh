@@ -73,8 +73,8 @@ inline constexpr bool kNeedsKeyBlocks = Mask::kListed || Score::kAlibi;
 template <class Mask>
 inline constexpr int kMapRank = Mask::kKind == MaskKind::kComposite ? sm90::kStridedRank : sm90::kPlainRank;
 
-// SYNC: with four the producer never waits for a slot. It publishes tile t + 1 when block 0 of tile t has been issued, so
-// when K of two blocks before has been read; that is of tile t - 2 or later, hence tile t - 3 is done.
+// SYNC: with four the scheduler never waits for a slot. Tile t + 1 is decoded when the producer has begun tile t, which is
+// after the consumers opened tile t - 1, hence tile t - 3 is done.
 inline constexpr int kWorkSlots = 4;
 
 template <class Mask, class Config>
@@ -100,8 +100,9 @@ struct Shared {
   sm90::Barrier empty_k[Config::kStages];  // consumer warps                    producer
   sm90::Barrier full_v[Config::kStages];   // producer + TMA bytes (1)          consumers
   sm90::Barrier empty_v[Config::kStages];  // consumer warps                    producer
-  sm90::Barrier full_work[kWorkSlots];    // producer (1)                      consumers
-  sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  producer
+  sm90::Barrier full_work[kWorkSlots];    // scheduler (1)                     producer, consumers
+  sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  scheduler
+  sm90::Barrier begun[kWorkSlots];        // producer (1)                      scheduler
 
   TileWork<Mask, Config> work[kWorkSlots];
   KeyBlock key_block[Config::kStages];  // of the K stages; where the consumers need it
@@ -121,6 +122,7 @@ struct Shared {
     for (int s = 0; s < kWorkSlots; ++s) {
       full_work[s].init(1);
       empty_work[s].init(kConsumerWarps * 32);
+      begun[s].init(1);
     }
     sm90::fence_barrier_init();
   }

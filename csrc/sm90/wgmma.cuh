@@ -82,6 +82,7 @@ struct Wgmma;
 // clang-format off
 #define FMSA_TEXT10(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
 #define FMSA_TEXT0_9 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,"
+#define FMSA_TEXT16 FMSA_TEXT0_9 "%10,%11,%12,%13,%14,%15"
 #define FMSA_TEXT32 FMSA_TEXT0_9 FMSA_TEXT10(1) FMSA_TEXT10(2) "%30,%31"
 #define FMSA_TEXT64 FMSA_TEXT0_9 FMSA_TEXT10(1) FMSA_TEXT10(2) FMSA_TEXT10(3) FMSA_TEXT10(4) FMSA_TEXT10(5) \
                     "%60,%61,%62,%63"
@@ -90,6 +91,7 @@ struct Wgmma;
                      "%120,%121,%122,%123,%124,%125,%126,%127"
 #define FMSA_REGS8(i) "+f"(d[i]), "+f"(d[i+1]), "+f"(d[i+2]), "+f"(d[i+3]), "+f"(d[i+4]), "+f"(d[i+5]), "+f"(d[i+6]), "+f"(d[i+7])
 #define FMSA_REGS32(i) FMSA_REGS8(i), FMSA_REGS8(i+8), FMSA_REGS8(i+16), FMSA_REGS8(i+24)
+#define FMSA_DREGS16 FMSA_REGS8(0), FMSA_REGS8(8)
 #define FMSA_DREGS32 FMSA_REGS32(0)
 #define FMSA_DREGS64 FMSA_REGS32(0), FMSA_REGS32(32)
 #define FMSA_DREGS128 FMSA_REGS32(0), FMSA_REGS32(32), FMSA_REGS32(64), FMSA_REGS32(96)
@@ -113,10 +115,13 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kTransB)) : "memory"); \
     }                                                                                                                     \
   };
+#define FMSA_NEXT_16 "22"
 #define FMSA_NEXT_32 "38"
 #define FMSA_NEXT_64 "70"
 #define FMSA_NEXT_128 "134"
 
+FMSA_WGMMA(32, __nv_bfloat16, "bf16", 16, 16, 17, 18, 19, 20, 21)
+FMSA_WGMMA(32, __half, "f16", 16, 16, 17, 18, 19, 20, 21)
 FMSA_WGMMA(64, __nv_bfloat16, "bf16", 32, 32, 33, 34, 35, 36, 37)
 FMSA_WGMMA(64, __half, "f16", 32, 32, 33, 34, 35, 36, 37)
 FMSA_WGMMA(128, __nv_bfloat16, "bf16", 64, 64, 65, 66, 67, 68, 69)
@@ -126,15 +131,18 @@ FMSA_WGMMA(256, __half, "f16", 128, 128, 129, 130, 131, 132, 133)
 
 #undef FMSA_TEXT10
 #undef FMSA_TEXT0_9
+#undef FMSA_TEXT16
 #undef FMSA_TEXT32
 #undef FMSA_TEXT64
 #undef FMSA_TEXT128
 #undef FMSA_REGS8
 #undef FMSA_REGS32
+#undef FMSA_DREGS16
 #undef FMSA_DREGS32
 #undef FMSA_DREGS64
 #undef FMSA_DREGS128
 #undef FMSA_WGMMA
+#undef FMSA_NEXT_16
 #undef FMSA_NEXT_32
 #undef FMSA_NEXT_64
 #undef FMSA_NEXT_128

@@ -289,7 +289,7 @@ def _backward(
         delta = (do * _group(out[:, :, rows], k)).sum(-1, keepdim=True) - _group(d_lse[:, :, rows, None].to(dtype), k)
         ds = torch.where(allowed & live, p * (dp - delta), 0.0)
         if d_slopes is not None:
-            d_slopes -= (ds * _distance(rules, rows, k.shape[2])).sum((-2, -1)).flatten(1, 2)
+            d_slopes -= (ds * _distance(rules, rows)).sum((-2, -1)).flatten(1, 2)
         if d_sinks is not None:
             share = torch.exp(_per_head(sinks, k.shape[1]).to(dtype) - lse_rows)
             d_sinks -= torch.where(live, share * delta, 0.0).sum((0, -2, -1)).flatten()
@@ -311,7 +311,7 @@ def _logits(q: Tensor, k: Tensor, slopes: Tensor | None, rules: _Rules, rows: sl
         s = rules.softcap * bent
         derivative = rules.scale * (1.0 - bent * bent)
     if slopes is not None:
-        s = s - _per_head(slopes, k.shape[1]).to(s.dtype) * _distance(rules, rows, k.shape[2]).to(s.dtype)
+        s = s - _per_head(slopes, k.shape[1]).to(s.dtype) * _distance(rules, rows).to(s.dtype)
     return s, derivative
 
 
@@ -362,10 +362,11 @@ def _allowed(rules: _Rules, rows: slice, heads_kv: int) -> Tensor:
     return allowed.unflatten(1, (heads_kv, heads // heads_kv)) if heads > 1 else allowed[:, :, None]
 
 
-def _distance(rules: _Rules, rows: slice, len_kv: int) -> Tensor:
+def _distance(rules: _Rules, rows: slice) -> Tensor:
     """|p - j|, (1 or B, 1, 1, rows, len_kv) int64."""
     position, key = rules.visible.position, rules.visible.key
-    return (position[..., rows, None] - key).abs().view(-1, 1, 1, rows.stop - rows.start, len_kv)
+    distance = (position[..., rows, None] - key).abs()
+    return distance[:, None, None] if distance.dim() == 3 else distance[None, None, None]
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:

@@ -87,12 +87,12 @@ def _documents_and_window(begin: Tensor, end: Tensor, seen: Tensor, length: int)
     if (offsets == offsets[:1]).all():
         offsets = offsets[0]
     free_left, free_right = bool(((end == high) | ~inside).all()), bool(((begin == low) | ~inside).all())
-    causal = right == 0 and not free_right
+    causal = right == 0 and free_left and not free_right
     if offsets.tolist() in ([0], [0, length]) and bool((seen == length).all()):
-        masks = [Causal()] if causal and free_left else []
+        masks = [Causal()] if causal else []
     else:
         masks = [Document(offsets.to(torch.int32), causal=causal)]
-    if not free_left or not (free_right or causal):
+    if not (free_left and free_right) and not causal:
         masks.append(
             SlidingWindow(*(float("inf") if free else x for free, x in ((free_left, left), (free_right, right))))
         )

@@ -29,7 +29,18 @@ except ImportError as error:
 
 from .checked import check
 from .explain import Explanation, explain
-from .masks import Causal, Dense, Document, Intersection, Mask, PrefixLM, SlidingWindow
+from .masks import (
+    BlockSparse,
+    Causal,
+    Dense,
+    DilatedWindow,
+    Document,
+    HashBucket,
+    Intersection,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+)
 from .merge import merge_states
 from .ops import attention
 from .reference import reference
@@ -37,10 +48,13 @@ from .reference import reference
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockSparse",
     "Causal",
     "Dense",
+    "DilatedWindow",
     "Document",
     "Explanation",
+    "HashBucket",
     "Intersection",
     "Mask",
     "PrefixLM",

@@ -47,8 +47,11 @@ def reference(
         # Query head h uses kv head h // groups.
         k64, v64 = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
         dense = mask.to_dense(len_q, len_kv, q.device)
-        position = mask._positions(len_q, len_kv, q.device)
-        distance = (position[:, None] - torch.arange(len_kv, device=q.device)).abs()
+        if dense.dim() == 4 and dense.shape[1] not in (1, heads):
+            dense = dense.repeat_interleave(heads // dense.shape[1], dim=1)
+        position = mask._visible(len_q, len_kv, q.device).position
+        distance = (position[..., None] - torch.arange(len_kv, device=q.device)).abs()
+        distance = distance[:, None] if distance.dim() == 3 else distance
         parts = []
         rows = max(1, 2**25 // max(1, q.shape[0] * heads * len_kv))
         for first in range(0, len_q, rows):
@@ -57,7 +60,7 @@ def reference(
             if softcap > 0.0:
                 s = softcap * torch.tanh(s / softcap)
             if alibi_slopes is not None:
-                s = s - alibi_slopes.double()[..., None, None] * distance[block]
+                s = s - alibi_slopes.double()[..., None, None] * distance[..., block, :]
             parts.append(_softmax_times_v(s, dense[..., block, :], v64, sinks))
     if parts:
         result, lse = torch.cat([o for o, _ in parts], dim=2), torch.cat([x for _, x in parts], dim=2)

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import Causal, Dense, Document, Mask, has_values, lifted_band
+from .masks import Dense, Lowered, Mask, has_values
+from .masks.visible import Visible, visible
 
 # Logits held at once: 64 MiB in fp32.
 _BLOCK_ELEMENTS = 2**24
@@ -33,9 +34,7 @@ class _Rules(NamedTuple):
 
     scale: float
     softcap: float
-    begin: Tensor  # (len_q,) or (B, len_q): the first key that a row may see
-    end: Tensor  # one past its last
-    position: Tensor  # (len_q,): the row's place among the keys
+    visible: Visible  # which keys a row may see, and its place among them
 
 
 def attention(
@@ -59,16 +58,13 @@ def attention(
             "flashmsa.attention: torch.func's transforms (vmap, grad, jvp, ...) are not supported; torch.autograd is"
         )
     with without_autocast(q.device.type):
-        rules = _rules(q, k, mask, scale, softcap)
-        return _Attention.apply(q, k, v, sinks, alibi_slopes, *rules)
+        rules = _rules(q, k, mask._lower(), scale, softcap)
+        return _Attention.apply(q, k, v, sinks, alibi_slopes, rules.scale, rules.softcap, *rules.visible)
 
 
-def _rules(q: Tensor, k: Tensor, mask: Mask, scale: float | None, softcap: float) -> _Rules:
-    len_q, len_kv = q.shape[2], k.shape[2]
-    begin, end = mask._rows(len_q, len_kv, q.device)
-    position = mask._positions(len_q, len_kv, q.device)
+def _rules(q: Tensor, k: Tensor, mask: Lowered, scale: float | None, softcap: float) -> _Rules:
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    return _Rules(scale, float(softcap), begin, end, position)
+    return _Rules(scale, float(softcap), visible(*mask, q.shape[2], k.shape[2], q.device))
 
 
 class _Attention(torch.autograd.Function):
@@ -82,13 +78,10 @@ class _Attention(torch.autograd.Function):
         slopes: Tensor | None,
         scale: float,
         softcap: float,
-        begin: Tensor,
-        end: Tensor,
-        position: Tensor,
+        *rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        rules = _Rules(scale, softcap, begin, end, position)
-        out, lse = _forward(q, k, v, sinks, slopes, rules)
-        ctx.save_for_backward(q, k, v, sinks, slopes, begin, end, position, out, lse)
+        out, lse = _forward(q, k, v, sinks, slopes, _Rules(scale, softcap, Visible(*rows)))
+        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, *rows)
         ctx.scale, ctx.softcap = scale, softcap
         result = _empty_out(q, v.shape[3])
         result.copy_(out)
@@ -96,15 +89,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, slopes, begin, end, position, out, lse = ctx.saved_tensors
-        rules = _Rules(ctx.scale, ctx.softcap, begin, end, position)
+        q, k, v, sinks, slopes, out, lse, *rows = ctx.saved_tensors
+        rules = _Rules(ctx.scale, ctx.softcap, Visible(*rows))
         with torch.no_grad(), without_autocast(q.device.type):
             grads = _backward(q, k, v, sinks, slopes, rules, out, lse, d_out, d_lse)
         if torch.is_grad_enabled():
             # NOTE: autograd's once_differentiable looks at d_out alone, and would take these for constants of q, k, v.
             sources = tuple(x for x in (q, k, v, sinks, slopes, d_out, d_lse) if x is not None)
             grads = tuple(None if x is None else _OnceDifferentiable.apply(x, *sources) for x in grads)
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, *(None for _ in rows))
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -164,7 +157,7 @@ def _composed(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), contiguous, in the dtype of the computation: backward needs them so."""
     with without_autocast(q.device.type):
-        rules = _rules(q, k, _lifted(mask, mask_ints, mask_tensors), scale, softcap)
+        rules = _rules(q, k, (mask, mask_ints, mask_tensors), scale, softcap)
         return _forward(q, k, v, sinks, alibi_slopes, rules)
 
 
@@ -198,7 +191,7 @@ def _composed_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, sinks and alibi_slopes; (0,) for one of the latter two that is not there."""
     with without_autocast(q.device.type):
-        rules = _rules(q, k, _lifted(mask, mask_ints, mask_tensors), scale, softcap)
+        rules = _rules(q, k, (mask, mask_ints, mask_tensors), scale, softcap)
         grads = _backward(q, k, v, sinks, alibi_slopes, rules, out, lse, d_out, d_lse)
     return tuple(q.new_empty(0) if x is None else x for x in grads)
 
@@ -233,19 +226,6 @@ _composed.register_autograd(_gradients, setup_context=_save)
 _composed_backward.register_autograd(_refuse)
 
 
-def _lifted(kind: int, ints: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
-    """The mask that was lowered to these, unchecked: offsets may hold anything by now."""
-    if kind == 0:
-        return Dense()
-    if kind == 1:
-        return Causal("top-left" if ints[0] else "bottom-right")
-    if kind == 3:
-        return lifted_band(*ints)
-    mask = object.__new__(Document)
-    mask._set(*tensors, bool(ints[0]))
-    return mask
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The computation
 
@@ -261,7 +241,7 @@ def _forward(
     lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
     sink = None if sinks is None else _per_head(sinks, k.shape[1]).to(dtype)
     for rows in _row_blocks(q, k):
-        allowed = _allowed(rules, rows, k.shape[2])
+        allowed = _allowed(rules, rows, k.shape[1])
         s, _ = _logits(_group(q[:, :, rows].to(dtype), k), k, slopes, rules, rows)
         s = torch.where(allowed, s, -math.inf)
         # NOTE: amax has no value over no key.
@@ -298,7 +278,7 @@ def _backward(
     d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
     d_slopes = None if slopes is None else slopes.new_zeros(q.shape[:2], dtype=dtype)
     for rows in _row_blocks(q, k):
-        allowed = _allowed(rules, rows, k.shape[2])
+        allowed = _allowed(rules, rows, k.shape[1])
         q_rows, do = _group(q[:, :, rows].to(dtype), k), _group(d_out[:, :, rows].to(dtype), k)
         s, s_slope = _logits(q_rows, k_, slopes, rules, rows)
         lse_rows = _group(lse[:, :, rows, None], k)
@@ -309,7 +289,7 @@ def _backward(
         delta = (do * _group(out[:, :, rows], k)).sum(-1, keepdim=True) - _group(d_lse[:, :, rows, None].to(dtype), k)
         ds = torch.where(allowed & live, p * (dp - delta), 0.0)
         if d_slopes is not None:
-            d_slopes -= (ds * _distance(rules, rows, k.shape[2])).sum((-2, -1)).flatten(1, 2)
+            d_slopes -= (ds * _distance(rules, rows)).sum((-2, -1)).flatten(1, 2)
         if d_sinks is not None:
             share = torch.exp(_per_head(sinks, k.shape[1]).to(dtype) - lse_rows)
             d_sinks -= torch.where(live, share * delta, 0.0).sum((0, -2, -1)).flatten()
@@ -331,7 +311,7 @@ def _logits(q: Tensor, k: Tensor, slopes: Tensor | None, rules: _Rules, rows: sl
         s = rules.softcap * bent
         derivative = rules.scale * (1.0 - bent * bent)
     if slopes is not None:
-        s = s - _per_head(slopes, k.shape[1]).to(s.dtype) * _distance(rules, rows, k.shape[2]).to(s.dtype)
+        s = s - _per_head(slopes, k.shape[1]).to(s.dtype) * _distance(rules, rows).to(s.dtype)
     return s, derivative
 
 
@@ -374,17 +354,19 @@ def _known_finite(x: Tensor) -> bool:
     return has_values(x) and x.device.type == "cpu" and bool(x.isfinite().all())
 
 
-def _allowed(rules: _Rules, rows: slice, len_kv: int) -> Tensor:
-    """(1 or B, 1, 1, rows, len_kv) bool."""
-    begin, end = rules.begin[..., rows, None], rules.end[..., rows, None]
-    key = torch.arange(len_kv, device=begin.device)
-    allowed = (key >= begin) & (key < end)
-    return allowed[:, None, None] if allowed.dim() == 3 else allowed[None, None, None]
+def _allowed(rules: _Rules, rows: slice, heads_kv: int) -> Tensor:
+    """(1 or B, 1 or Hkv, 1 or G, rows, len_kv) bool."""
+    allowed = rules.visible.rows(rows)
+    heads = allowed.shape[1]
+    # NOTE: a mask of as many heads as k has is shared by the query heads of each.
+    return allowed.unflatten(1, (heads_kv, heads // heads_kv)) if heads > 1 else allowed[:, :, None]
 
 
-def _distance(rules: _Rules, rows: slice, len_kv: int) -> Tensor:
-    """|p - j|, (rows, len_kv) int64."""
-    return (rules.position[rows, None] - torch.arange(len_kv, device=rules.position.device)).abs()
+def _distance(rules: _Rules, rows: slice) -> Tensor:
+    """|p - j|, (1 or B, 1, 1, rows, len_kv) int64."""
+    position, key = rules.visible.position, rules.visible.key
+    distance = (position[..., rows, None] - key).abs()
+    return distance[:, None, None] if distance.dim() == 3 else distance[None, None, None]
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:

@@ -1,0 +1,338 @@
+"""Dilated windows, hash buckets and block-sparse masks: cases with a known answer; every family of masks as well."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import (
+    ALL_FAMILIES,
+    CAUSAL,
+    DENSE,
+    Blocks,
+    Buckets,
+    Dilated,
+    MaskCase,
+    Pairs,
+    Target,
+    both,
+    check,
+    document,
+    make_qkv,
+    mask_for,
+    poisoned_allocations,
+    run,
+    run_and_check,
+    targets,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashmsa
+from flashmsa import Causal, Document, HashBucket
+
+ALL = pytest.mark.parametrize("target", targets(auto=True))
+FEW = pytest.mark.parametrize("target", targets(auto=True, dtypes=(torch.float32, torch.bfloat16)))
+
+
+def dilated(left: int, right: int, dilation: int, align: str = "") -> Dilated:
+    return Dilated(f"dilated{align}", left=left, right=right, dilation=dilation)
+
+
+def same_bits(target: Target, a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> None:
+    """Two masks of the same pairs; the composed backend computes all pairs alike, so its bits are the same too."""
+    if target.backend == "torch":
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every family
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@FEW
+def test_every_family(target: Target, family: str) -> None:
+    """Grouped heads, q and k of other lengths, one row, one key, none of either."""
+    for batch, heads, (len_q, len_kv) in (
+        (2, (4, 2), (150, 300)),
+        (2, (4, 2), (300, 150)),
+        (3, (3, 3), (130, 130)),
+        (1, (4, 1), (1, 257)),
+        (2, (4, 2), (129, 1)),
+        (2, (2, 1), (0, 70)),
+        (2, (2, 1), (70, 0)),
+    ):
+        q, k, v = make_qkv(target, batch, heads, len_q, len_kv, 64, 40)
+        with poisoned_allocations():
+            run_and_check(target, q, k, v, mask_for(family, batch, len_q, len_kv, heads=heads))
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_the_reference_is_the_definition(family: str) -> None:
+    """flashmsa.reference against the composed backend in float64, with every option."""
+    q, k, v = make_qkv(Target("torch", "cpu", torch.float64), 2, (4, 2), 70, 150, 16)
+    mask = mask_for(family, 2, 70, 150, heads=(4, 2)).build()
+    options = {"softcap": 2.0, "sinks": torch.randn(4), "alibi_slopes": torch.rand(2, 4), "return_lse": True}
+    for kwargs in ({"return_lse": True}, options):
+        out, lse = flashmsa.attention(q, k, v, mask=mask, backend="torch", **kwargs)
+        expected, expected_lse = flashmsa.reference(q, k, v, mask=mask, **kwargs)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_gradients(family: str) -> None:
+    """The composed backend's own backward pass against autograd through the reference, float64."""
+    inputs = make_qkv(Target("torch", "cpu", torch.float64), 2, (4, 2), 140, 70, 16)
+    mask = mask_for(family, 2, 140, 70, heads=(4, 2)).build()
+    slopes = torch.rand(4)
+    found = []
+    for call in (lambda *x, **kw: flashmsa.attention(*x, backend="torch", **kw), flashmsa.reference):
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        bias = slopes.clone().requires_grad_()
+        out = call(q, k, v, mask=mask, alibi_slopes=bias)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        found.append(torch.autograd.grad(out, (q, k, v, bias), weight))
+    for name, mine, expected in zip(("q", "k", "v", "slopes"), *found, strict=True):
+        torch.testing.assert_close(
+            mine, expected, rtol=1e-6, atol=1e-4 if name == "slopes" else 1e-11, msg=lambda m, n=name: f"d{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_the_traced_operator(family: str) -> None:
+    """The lowered form alone is the mask: what a traced call passes gives what an eager one does, bit for bit."""
+    q, k, v = make_qkv(Target("torch", "cpu", torch.float32), 2, (4, 2), 140, 150, 16)
+    mask = mask_for(family, 2, 140, 150, heads=(4, 2)).build()
+    kind, ints, tensors = flashmsa.masks.lower(mask)
+    out, lse = torch.ops.flashmsa.composed(q, k, v, kind, ints, tensors, None, 0.0, None, None)
+    eager, eager_lse = flashmsa.attention(q, k, v, mask=mask, backend="torch", return_lse=True)
+    assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
+
+
+@pytest.mark.parametrize("family", ["and-documents-by-batch", "dilated", "hash-heads", "and-bits-prefix"])
+def test_compiled_calls(family: str) -> None:
+    q, k, v = make_qkv(Target("torch", "cpu", torch.float32), 2, (4, 2), 40, 50, 16)
+    mask = mask_for(family, 2, 40, 50, heads=(4, 2)).build()
+
+    def call(q, k, v):
+        return flashmsa.attention(q, k, v, mask=mask, backend="torch")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), call(q, k, v))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@FEW
+def test_what_is_masked_is_never_touched(target: Target, family: str) -> None:
+    """Keys and values that no query of their batch and head sees hold NaN."""
+    q, k, v = make_qkv(target, 2, (4, 2), 150, 300, 64)
+    mask = mask_for(family, 2, 150, 300, heads=(4, 2))
+    allowed = mask.allowed(150, 300, device=q.device)
+    seen = (allowed if allowed.dim() == 4 else allowed[:, None]).any(2)  # (B or 1, H or 1, Sk)
+    if seen.shape[1] > 2:
+        seen = seen.unflatten(1, (2, -1)).any(2)
+    unseen = ~seen.expand(2, 2, -1)[..., None]
+    k, v = k.masked_fill(unseen, math.nan), v.masked_fill(unseen, math.nan)
+    run_and_check(target, q, k, v, mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Case 18: dilated windows
+
+
+@ALL
+def test_case_18_known_answers(target: Target) -> None:
+    q, k, v = make_qkv(target, 2, (4, 2), 150, 150, 64)
+    same_bits(
+        target,
+        run_and_check(target, q, k, v, dilated(20, 7, 1)),
+        run(target, q, k, v, MaskCase("window", left=20, right=7)),
+    )
+    out, _ = run_and_check(target, q, k, v, dilated(0, 0, 5))
+    assert torch.equal(out, v.repeat_interleave(2, 1)), "each query sees itself"
+    out, _ = run_and_check(target, q, k, v, dilated(3, 3, 200))
+    assert torch.equal(out, v.repeat_interleave(2, 1)), "the dilation is longer than the sequence"
+
+
+@FEW
+@pytest.mark.parametrize("align", ["", "-top-left"])
+@pytest.mark.parametrize("dilation", [2, 3, 4, 7, 64, 127])
+@pytest.mark.parametrize("lengths", [(1, 1), (200, 200), (255, 257), (100, 300), (300, 100), (3, 5)], ids=str)
+def test_case_18_lengths(target: Target, lengths: tuple[int, int], dilation: int, align: str) -> None:
+    """Lengths that the dilation does not divide, and shorter than it; causal, one-sided and wide windows."""
+    q, k, v = make_qkv(target, 1, (4, 2), *lengths, 64)
+    for left, right in ((5, 0), (0, 3), (40, 40), (1000, 1000)):
+        run_and_check(target, q, k, v, dilated(left, right, dilation, align))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Case 20: buckets
+
+
+def random_buckets(batch: int, heads: int, length: int, count: int) -> torch.Tensor:
+    return torch.randint(-3, count - 3, (batch, heads, length), dtype=torch.int32)
+
+
+@ALL
+def test_case_20_all_equal_is_dense_and_none_shared_is_empty(target: Target) -> None:
+    q, k, v = make_qkv(target, 2, (4, 2), 150, 300, 64)
+    sevens, eights = torch.full((1, 1, 150), 7, dtype=torch.int32), torch.full((1, 1, 300), 8, dtype=torch.int32)
+    out, lse = run_and_check(target, q, k, v, Buckets("hash", q=sevens, kv=eights - 1))
+    same_bits(target, (out, lse), run(target, q, k, v, DENSE))
+    same_bits(
+        target,
+        run_and_check(target, q, k, v, Buckets("hash", q=sevens, kv=eights - 1, causal=True)),
+        run(target, q, k, v, CAUSAL),
+    )
+    out, lse = run(target, q, k, v, Buckets("hash", q=sevens, kv=eights))
+    assert not out.count_nonzero() and lse.isneginf().all()
+
+
+@FEW
+def test_case_20_permuting_keys_with_their_buckets(target: Target) -> None:
+    q, k, v = make_qkv(target, 1, (4, 2), 150, 300, 64)
+    mine, theirs = random_buckets(1, 4, 150, 9), random_buckets(1, 2, 300, 9)
+    order = torch.randperm(300)
+    mask = Buckets("hash", q=mine, kv=theirs[..., order])
+    out, lse = run(target, q, *(x[:, :, order.to(x.device)] for x in (k, v)), mask)
+    check(out, lse, q, k, v, Buckets("hash", q=mine, kv=theirs))
+
+
+@FEW
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 1), (130, 130), (70, 260), (260, 70)], ids=str)
+@pytest.mark.parametrize("count", [2, 16, 200])
+def test_buckets_of_any_heads_and_batches(target: Target, lengths: tuple[int, int], count: int, causal: bool) -> None:
+    q, k, v = make_qkv(target, 2, (4, 2), *lengths, 64)
+    for q_leading in ((1, 1), (2, 4), (1, 4), (2, 1)):
+        for kv_leading in ((1, 1), (2, 2), (1, 2), (2, 1), (1, 4)):
+            mine, theirs = (
+                random_buckets(*leading, length, count)
+                for leading, length in zip((q_leading, kv_leading), lengths, strict=True)
+            )
+            run_and_check(target, q, k, v, Buckets("hash", q=mine, kv=theirs, causal=causal))
+
+
+@FEW
+def test_ids_in_any_order_are_the_sorted_documents(target: Target) -> None:
+    """from_ids of shuffled tokens gives each token what sorting the tokens first does."""
+    q, k, v = make_qkv(target, 1, (4, 2), 200, 200, 64)
+    ids = torch.tensor([0] * 50 + [1] * 1 + [2] * 100 + [-1] * 49)
+    order = torch.randperm(200)
+    mask = Document.from_ids(ids[order])
+    assert isinstance(mask, HashBucket)
+    shuffled = Buckets("hash", q=mask.q_bucket, kv=mask.kv_bucket)
+    out, lse = run(target, *(x[:, :, order.to(x.device)] for x in (q, k, v)), shuffled)
+    back = order.argsort().to(out.device)
+    check(out[:, :, back], lse[:, :, back], q, k, v, document(0, 50, 51, 151))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Case 21: blocks
+
+
+@ALL
+@pytest.mark.parametrize("block", [64, 128, (64, 192), (256, 64)], ids=str)
+@pytest.mark.parametrize("length", [1, 128, 257, 300])
+def test_case_21_lower_triangular_blocks_and_causal(target: Target, length: int, block) -> None:
+    """The diagonal blocks in part, by Causal: all of Causal; S 257 has a last block of one row."""
+    q, k, v = make_qkv(target, 1, (4, 2), length, length, 64)
+    size = block if isinstance(block, tuple) else (block, block)
+    first_key = torch.arange(-(-length // size[1])) * size[1]
+    last_row = (torch.arange(-(-length // size[0])) + 1) * size[0] - 1
+    triangle = Blocks("blocks", blocks=(first_key <= last_row[:, None])[None, None], size=size)
+    same_bits(target, run_and_check(target, q, k, v, both(triangle, CAUSAL)), run(target, q, k, v, CAUSAL))
+
+
+@pytest.mark.parametrize("dim", [8, 64, 96, 256])
+@pytest.mark.parametrize("block", [64, 128])
+def test_case_21_backward(block: int, dim: int) -> None:
+    inputs = make_qkv(Target("torch", "cpu", torch.float32), 1, (4, 2), 257, 257, dim)
+    count = -(-257 // block)
+    blocks = flashmsa.BlockSparse(torch.ones(count, count).tril().bool()[None, None], (block, block))
+    found = []
+    for mask in (blocks & Causal(), Causal()):
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        out = flashmsa.attention(q, k, v, mask=mask, backend="torch")
+        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    assert all(map(torch.equal, *found))
+
+
+def test_case_21_empty_rows_and_columns_have_no_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(Target("torch", "cpu", torch.float32), 1, (4, 2), 300, 300, 16))
+    blocks = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    blocks[:, :, 1], blocks[:, :, :, 0] = False, False
+    out, lse = flashmsa.attention(q, k, v, mask=flashmsa.BlockSparse(blocks), backend="torch", return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out.sum() + lse[:, :, :128].sum(), (q, k, v))
+    row, column = slice(128, 256), slice(0, 128)
+    assert not out[:, :, row].count_nonzero() and lse[:, :, row].isneginf().all() and not dq[:, :, row].count_nonzero()
+    assert not dk[:, :, column].count_nonzero() and not dv[:, :, column].count_nonzero()
+    assert dk[:, :, 128:].count_nonzero() and dq[:, :, :128].count_nonzero()
+
+
+@ALL
+def test_case_21_empty_block_rows(target: Target) -> None:
+    q, k, v = make_qkv(target, 2, (4, 2), 300, 300, 64)
+    blocks = torch.rand(2, 4, 3, 3) < 0.5
+    blocks[:, :, 1] = False
+    blocks[0, 2] = False
+    out, lse = run_and_check(target, q, k, v, Blocks("blocks", blocks=blocks))
+    assert not out[:, :, 128:256].count_nonzero() and not out[0, 2].count_nonzero() and lse[0, 2].isneginf().all()
+
+
+@FEW
+@pytest.mark.parametrize("size", [(64, 64), (64, 128), (128, 64), (192, 320), (256, 256)], ids=str)
+@pytest.mark.parametrize("lengths", [(300, 500), (257, 129), (64, 1000), (1, 65)], ids=str)
+def test_blocks_of_any_size(target: Target, lengths: tuple[int, int], size: tuple[int, int]) -> None:
+    q, k, v = make_qkv(target, 2, (4, 2), *lengths, 64)
+    counts = [-(-n // block) for n, block in zip(lengths, size, strict=True)]
+    for leading in ((1, 1), (2, 1), (1, 4), (2, 4)):
+        mask = Blocks("blocks", blocks=torch.rand(*leading, *counts) < 0.4, size=size)
+        run_and_check(target, q, k, v, mask)
+        run_and_check(target, q, k, v, both(mask, MaskCase("window", left=100, right=30, keep=70)))
+
+
+@FEW
+@pytest.mark.parametrize("lengths", [(300, 500), (257, 129), (1, 65)], ids=str)
+def test_dense_bool_masks(target: Target, lengths: tuple[int, int]) -> None:
+    q, k, v = make_qkv(target, 2, (4, 2), *lengths, 64)
+    for leading in ((1, 1), (2, 1), (2, 4)):
+        pairs = torch.rand(*leading, *lengths) < 0.3
+        pairs[..., :128] |= torch.rand(*leading, lengths[0], 1) < 0.5
+        run_and_check(target, q, k, v, Pairs("blocks-bits", pairs=pairs))
+        run_and_check(target, q, k, v, both(Pairs("blocks-bits", pairs=pairs), CAUSAL))
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of any tensor that is made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: flashmsa.BlockSparse(torch.eye(128).bool()[None, None]) & Causal(),
+        lambda: HashBucket(torch.arange(16384, dtype=torch.int32)[None, None] % 64, causal=True),
+        lambda: flashmsa.DilatedWindow(9, dilation=64),
+        lambda: flashmsa.SlidingWindow(9, keep_first=4) & Document([0, 9, 16000]),
+    ],
+    ids=["blocks", "hash", "dilated", "window"],
+)
+def test_no_matrix_of_pairs_is_written_out(make) -> None:
+    """Making a mask, counting its pairs and a block of its rows take less than a fiftieth of all pairs at once."""
+    with LargestTensor() as largest:
+        mask = make()
+        share = 1.0 - mask.sparsity(16384, 16384)
+        seen = mask._visible(16384, 16384).rows(slice(5000, 5200))
+    assert 0.0 < share < 0.1 and 0 < int(seen.sum()) < seen.numel()
+    assert seen.numel() <= largest.elements < 16384**2 // 50

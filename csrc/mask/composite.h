@@ -31,7 +31,7 @@ FLASHMSA_HD Bounds make_bounds(const BandArgs& band, int32_t which, int64_t q_be
     return bound == kUnbounded ? -kUnbounded : cut(shift - bound);
   };
   Bounds bounds = {-kUnbounded, kUnbounded, -kUnbounded, cut(kv_begin + band.keep_first), {0, 0}, {0, 0}, false};
-#pragma unroll
+  FLASHMSA_UNROLL
   for (int a = 0; a < 2; ++a) {
     const int64_t shift = a == 0 ? kv_end - q_end : kv_begin - q_begin;
     bounds.low = max_of(bounds.low, cut_offset(shift, band.left[a]));
@@ -161,7 +161,7 @@ struct Composite {
     block.batch = batch;
     block.head = head;
     block.one_document = true;
-#pragma unroll
+    FLASHMSA_UNROLL
     for (int a = 0; a < 2; ++a) {
       block.prefix[a] = params.prefixes[a] != nullptr ? params.prefixes[a][batch] : params.global.prefix[a];
     }
@@ -206,7 +206,7 @@ struct Composite {
   static FLASHMSA_HD TwoRuns cut(const TwoRuns& row, const Bounds& bounds, const int32_t (&prefix)[2], int32_t i) {
     int32_t end = at(i, bounds.high, row.main);
     if (bounds.has_prefix) {
-#pragma unroll
+      FLASHMSA_UNROLL
       for (int a = 0; a < 2; ++a) end = min_of(end, max_of(prefix[a], at(i, bounds.causal[a], row.main)));
     }
     const int32_t begin = at(i, bounds.low, row.main);

@@ -54,13 +54,13 @@ struct BlockTask {
   int32_t rows, head_dim, head_dim_v;
   AccumulateType<T> scale;
   AccumulateType<T> softcap;  // 0: none
-  AccumulateType<T> slope;    // ALiBi's, of a key; used where has_alibi
+  AccumulateType<T> slope;  // ALiBi's, of a key; used where has_alibi
   bool has_alibi;
-  const float* sink;          // null: none
-  Rows<const T> q;      // from the block's first row
-  Rows<const T> k, v;   // from key 0
-  Rows<T> out;          // from the block's first row
-  Rows<float> lse;      // the same; data null: not wanted
+  const float* sink;  // null: none
+  Rows<const T> q;  // from the block's first row
+  Rows<const T> k, v;  // from key 0
+  Rows<T> out;  // from the block's first row
+  Rows<float> lse;  // the same; data null: not wanted
   const BlockPlan* plan;
 };
 
@@ -95,13 +95,13 @@ class Scratch {
 
   static constexpr int32_t kLineValues = kLine / static_cast<int32_t>(sizeof(Acc));
   const int32_t padded_dim_v;
-  Array q;      // (head_dim, kBlockQ), transposed: a vector holds one column of several rows
-  Array k;      // (keys, head_dim)
-  Array v;      // (keys, padded_dim_v)
-  Array p;      // (keys, kBlockQ): logits, then their exponentials
-  Array o;      // (kBlockQ, padded_dim_v), not yet divided by sum
-  Array top;    // (kBlockQ) the largest logit so far
-  Array sum;    // (kBlockQ) of exp(logit - top)
+  Array q;  // (head_dim, kBlockQ), transposed: a vector holds one column of several rows
+  Array k;  // (keys, head_dim)
+  Array v;  // (keys, padded_dim_v)
+  Array p;  // (keys, kBlockQ): logits, then their exponentials
+  Array o;  // (kBlockQ, padded_dim_v), not yet divided by sum
+  Array top;  // (kBlockQ) the largest logit so far
+  Array sum;  // (kBlockQ) of exp(logit - top)
   Array decay;  // (kBlockQ) exp(old top - new top)
   Array place;  // (kBlockQ) the rows' positions, counted as below
   uint64_t visible[kBlockQ];  // the rows' keys in the current tile, counted from its first loaded key

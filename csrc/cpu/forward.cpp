@@ -72,8 +72,8 @@ void plan_steps(const typename Mask::Params& params, const typename Mask::Block&
       const int32_t row_in_cell = first_row % mask::kCell;
       if (!contains(Mask::half_keys(params, detail, row_in_cell / kBlockQ), half * kBlockKv)) continue;
       const int32_t* bits = Mask::row_bits(params, detail, row_in_cell);
-      steps.push_back({Mask::key_tile(params, block, index, kBlockKv),
-                       bits == nullptr ? nullptr : bits + half * (kBlockKv / 32)});
+      steps.push_back(
+          {Mask::key_tile(params, block, index, kBlockKv), bits == nullptr ? nullptr : bits + half * (kBlockKv / 32)});
     } else {
       steps.push_back({index, nullptr});
     }
@@ -135,8 +135,8 @@ AttendBlock<T> find_attend_block(Isa isa) {
 template <class T>
 Rows<T> rows_of(const TensorRef& tensor, const Place& place, int64_t head, int64_t row) {
   T* data = static_cast<T*>(tensor.data);
-  return {data + place.batch * tensor.stride_batch + place.residue * tensor.stride_residue +
-              head * tensor.stride_head + row * tensor.stride_seq,
+  return {data + place.batch * tensor.stride_batch + place.residue * tensor.stride_residue + head * tensor.stride_head +
+              row * tensor.stride_seq,
           tensor.stride_seq};
 }
 

@@ -80,7 +80,7 @@ TileCounts count_tiles(const AttentionParams& p, int32_t block_q, int32_t block_
       for (int32_t row = first_row; row <= last_row; ++row) counts.allowed_pairs += row_pairs<Mask>(params, block, row);
     }
   }
-  const int64_t alike = int64_t{p.residues} * p.heads_q / heads;
+  const int64_t alike = int64_t{p.residues} * p.heads_q / max_of(heads, 1);
   counts.full *= alike;
   counts.partial *= alike;
   counts.skipped *= alike;

@@ -162,7 +162,7 @@ void check_poisoned_inputs(Random& random, int32_t trials) {
   for (int32_t trial = 0; trial < trials; ++trial) {
     const int32_t len_q = random.between(1, 180);
     const int32_t len_kv = random.pick({len_q, random.between(1, 180)});
-    AttentionCase<T> call(random_mask(random, 2, len_q, len_kv), 2, 1, 8 * random.between(1, 4),
+    AttentionCase<T> call(random_mask(random, 2, len_q, len_kv, 2), 2, 1, 8 * random.between(1, 4),
                           8 * random.between(1, 6));
     call.randomize(random);
     for (int32_t n = random.between(1, 6); n > 0; --n) {
@@ -259,7 +259,7 @@ void check_huge_strides(Random& random) {
     far[t] = reserve();
     reserved = CHECK(far[t] != nullptr, "no address space of %zu bytes", bytes) && reserved;
     if (far[t] != nullptr) for_each_element(*tensors[t], far[t], [](T& near, T& copy) { copy = near; });
-    *refs[t] = {far[t], batch, head, row};
+    *refs[t] = {far[t], batch, head, row, 0};
   }
   for (cpu::Isa isa : cpu::supported_isas()) {
     if (!reserved) break;

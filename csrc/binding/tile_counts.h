@@ -14,7 +14,8 @@ struct TileCounts {
   int64_t allowed_pairs = 0;  // (query, key) pairs that the mask allows
 };
 
-// Over all batches and query heads. The offsets in params.mask are host memory.
+// Over all batches and query heads. What params.mask points to is host memory; of a Hash mask, whose rows and keys are the
+// sorted ones, row_begin and row_end. A BlockSparse mask's tiles divide its cells of 128 x 128, or std::invalid_argument.
 TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv);
 
 }  // namespace flashmsa::binding

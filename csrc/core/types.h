@@ -5,8 +5,10 @@
 
 #if defined(__CUDACC__)
 #define FLASHMSA_HD __host__ __device__ __forceinline__
+#define FLASHMSA_UNROLL _Pragma("unroll")
 #else
 #define FLASHMSA_HD inline
+#define FLASHMSA_UNROLL
 #endif
 
 namespace flashmsa {

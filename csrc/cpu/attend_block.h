@@ -2,6 +2,9 @@
 //
 //   O = sum_j exp(s_ij - top_i) v_j / sum_j exp(s_ij - top_i),   s_ij = scale * q_i.k_j,   lse_i = top_i + log sum
 //
+// With a soft cap s becomes softcap * tanh(s / softcap), with ALiBi then s - slope * |p_i - j|; a sink adds one term to the
+// sum. What each row may see of a tile is a word of 64 bits, whatever the mask.
+//
 // Compiled once per instruction set, so it has no include guard: forward.cpp defines the three macros below before each
 // inclusion. Vector types and not plain loops, because the sums must stay in registers and compilers disagree on that.
 //   FLASHMSA_CPU_ISA      namespace of this copy
@@ -9,7 +12,7 @@
 //                         is lowered by the function it is written in, before inlining.
 //   FLASHMSA_CPU_VECTOR   bytes of a vector register
 //
-// What a row may not see it never reads: logits outside its interval are replaced, and values outside it are not
+// What a row may not see it never reads: logits of other keys are replaced, and their values are not
 // multiplied by a zero weight (0 * NaN is NaN) but left out. So no NaN or infinity crosses from key to row.
 
 namespace flashmsa::cpu::FLASHMSA_CPU_ISA {
@@ -81,6 +84,25 @@ FLASHMSA_CPU_TARGET inline void exp_nonpositive(VectorF64& x) {
   for (int32_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::exp(x[lane]);
 }
 
+// tanh(x) to 1e-7 relative: below 1/2 a series, beyond (1 - e) / (1 + e) with e = e^(-2|x|), where no digit is lost.
+FLASHMSA_CPU_TARGET inline void hyperbolic_tangent(VectorF32& x) {
+  const VectorF32 magnitude = x < 0.f ? -x : x;
+  VectorF32 e = magnitude * -2.f;
+  exp_nonpositive(e);
+  const VectorF32 large = (1.f - e) / (1.f + e);
+  // tanh(x) / x as a polynomial in x^2, fitted for the least largest relative error, 1.5e-8.
+  const VectorF32 t = x * x;
+  VectorF32 series = t * 0.01724149f - 0.05304549f;
+  series = series * t + 0.13325879f;
+  series = series * t - 0.33333144f;
+  const VectorF32 small = series * t * x + x;
+  x = magnitude < 0.5f ? small : x < 0.f ? -large : large;
+}
+
+FLASHMSA_CPU_TARGET inline void hyperbolic_tangent(VectorF64& x) {
+  for (int32_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::tanh(x[lane]);
+}
+
 // Columns of the block's rows become rows of scratch.q; rows that do not exist are 0.
 template <class T, class Acc>
 FLASHMSA_CPU_TARGET inline void load_queries(const BlockTask<T>& task, Scratch<Acc>& scratch) {
@@ -132,15 +154,31 @@ FLASHMSA_CPU_TARGET inline void logits(const Acc* q, const Acc* k, Acc* s, int32
   }
 }
 
-// Replaces the logits of [keys.begin, keys.end) that a row may not see by -inf, whatever they came to.
+// Soft cap, then ALiBi, on the logits of a vector of rows. `place` is the rows' positions, keys and rows counted alike.
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET inline void modify(const BlockTask<T>& task, Acc* s, mask::Interval keys, const Acc* place) {
+  for (int32_t key = keys.begin; key < keys.end; ++key) {
+    Vector<Acc> logit = at(s + key * kBlockQ);
+    if (task.softcap > 0) {
+      logit /= task.softcap;
+      hyperbolic_tangent(logit);
+      logit *= task.softcap;
+    }
+    if (task.has_alibi) {
+      const Vector<Acc> ahead = at(place) - static_cast<Acc>(key);
+      logit -= task.slope * (ahead < Acc(0) ? -ahead : ahead);
+    }
+    at(s + key * kBlockQ) = logit;
+  }
+}
+
+// Replaces the logits of `keys` that a row may not see by -inf, whatever they came to.
 template <class Acc>
-FLASHMSA_CPU_TARGET inline void hide(Acc* s, const int32_t* begin, const int32_t* end, int32_t rows,
-                                     mask::Interval keys) {
+FLASHMSA_CPU_TARGET inline void hide(Acc* s, const uint64_t* visible, int32_t rows, mask::Interval keys) {
   for (int32_t row = 0; row < rows; ++row) {
-    const int32_t left = min_of(begin[row], keys.end);
-    const int32_t right = max_of(end[row], keys.begin);
-    for (int32_t key = keys.begin; key < left; ++key) s[key * kBlockQ + row] = kMinusInfinity<Acc>;
-    for (int32_t key = right; key < keys.end; ++key) s[key * kBlockQ + row] = kMinusInfinity<Acc>;
+    for (uint64_t hidden = key_bits(keys, 0) & ~visible[row]; hidden != 0; hidden &= hidden - 1) {
+      s[std::countr_zero(hidden) * kBlockQ + row] = kMinusInfinity<Acc>;
+    }
   }
 }
 
@@ -181,19 +219,33 @@ FLASHMSA_CPU_TARGET inline void rescale(Acc* o, const Acc* decay, int32_t rows, 
   }
 }
 
-// o[row][c] += sum over keys of p[key][row] * v[key][c], for kRows rows and kVectors vectors of columns.
+// sum[row][c] += p[row] * v[c] of one key.
 template <int32_t kRows, int32_t kVectors, class Acc>
-FLASHMSA_CPU_TARGET inline void add_values(Acc* o, const Acc* p, const Acc* v, int32_t stride, mask::Interval keys) {
-  for (int32_t first = keys.begin; first < keys.end; first += kTermsAtOnce) {
+FLASHMSA_CPU_TARGET inline void add_key(Vector<Acc> (&sum)[kRows][kVectors], const Acc* p, const Acc* v) {
+  Vector<Acc> value[kVectors];
+#pragma GCC unroll 8
+  for (int32_t x = 0; x < kVectors; ++x) value[x] = at(v + x * kLanes<Acc>);
+#pragma GCC unroll 8
+  for (int32_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int32_t x = 0; x < kVectors; ++x) sum[r][x] += value[x] * p[r];
+  }
+}
+
+// o[row][c] += sum over the set bits of p[key][row] * v[key][c], for kRows rows and kVectors vectors of columns.
+template <int32_t kRows, int32_t kVectors, class Acc>
+FLASHMSA_CPU_TARGET inline void add_values(Acc* o, const Acc* p, const Acc* v, int32_t stride, uint64_t keys) {
+  for (; keys != 0; keys = keys >> (kTermsAtOnce - 1) >> 1, p += kTermsAtOnce * kBlockQ, v += kTermsAtOnce * stride) {
+    constexpr uint32_t kAll = (1u << kTermsAtOnce) - 1;
+    uint32_t group = static_cast<uint32_t>(keys) & kAll;
+    if (group == 0) continue;
     Vector<Acc> sum[kRows][kVectors] = {};
-    for (int32_t key = first; key < min_of(first + kTermsAtOnce, keys.end); ++key) {
-      Vector<Acc> value[kVectors];
-#pragma GCC unroll 8
-      for (int32_t x = 0; x < kVectors; ++x) value[x] = at(v + key * stride + x * kLanes<Acc>);
-#pragma GCC unroll 8
-      for (int32_t r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-        for (int32_t x = 0; x < kVectors; ++x) sum[r][x] += value[x] * p[key * kBlockQ + r];
+    if (group == kAll) {
+      for (int32_t key = 0; key < kTermsAtOnce; ++key) add_key(sum, p + key * kBlockQ, v + key * stride);
+    } else {
+      for (; group != 0; group &= group - 1) {
+        const int32_t key = std::countr_zero(group);
+        add_key(sum, p + key * kBlockQ, v + key * stride);
       }
     }
 #pragma GCC unroll 8
@@ -205,58 +257,58 @@ FLASHMSA_CPU_TARGET inline void add_values(Acc* o, const Acc* p, const Acc* v, i
 }
 
 template <int32_t kRows, class Acc>
-FLASHMSA_CPU_TARGET inline void add_columns(Acc* o, const Acc* p, const Acc* v, int32_t stride, mask::Interval keys) {
-  if (keys.begin >= keys.end) return;
+FLASHMSA_CPU_TARGET inline void add_columns(Acc* o, const Acc* p, const Acc* v, int32_t stride, uint64_t keys) {
+  if (keys == 0) return;
   constexpr int32_t kStep = kColumnVectors * kLanes<Acc>;
   int32_t c = 0;
   for (; c + kStep <= stride; c += kStep) add_values<kRows, kColumnVectors>(o + c, p, v + c, stride, keys);
   for (; c < stride; c += kLanes<Acc>) add_values<kRows, 1>(o + c, p, v + c, stride, keys);
 }
 
-// O += P V for kRowsAtOnce rows: the keys that all of them see together, the keys on either side row by row.
+// O += P V for kRowsAtOnce rows: the keys that all of them see together, the others row by row.
 template <class Acc>
-FLASHMSA_CPU_TARGET inline void accumulate(Acc* o, const Acc* p, const Acc* v, int32_t stride, const int32_t* begin,
-                                           const int32_t* end) {
-  mask::Interval common = {begin[0], end[0]};
-  for (int32_t r = 1; r < kRowsAtOnce; ++r) {
-    common = {max_of(common.begin, begin[r]), min_of(common.end, end[r])};
-  }
-  if (common.begin >= common.end) {
-    for (int32_t r = 0; r < kRowsAtOnce; ++r) add_columns<1>(o + r * stride, p + r, v, stride, {begin[r], end[r]});
-    return;
-  }
+FLASHMSA_CPU_TARGET inline void accumulate(Acc* o, const Acc* p, const Acc* v, int32_t stride,
+                                           const uint64_t* visible) {
+  uint64_t common = visible[0];
+  for (int32_t r = 1; r < kRowsAtOnce; ++r) common &= visible[r];
   add_columns<kRowsAtOnce>(o, p, v, stride, common);
-  for (int32_t r = 0; r < kRowsAtOnce; ++r) {
-    add_columns<1>(o + r * stride, p + r, v, stride, {begin[r], common.begin});
-    add_columns<1>(o + r * stride, p + r, v, stride, {common.end, end[r]});
-  }
+  for (int32_t r = 0; r < kRowsAtOnce; ++r) add_columns<1>(o + r * stride, p + r, v, stride, visible[r] & ~common);
 }
 
-// The keys that some of the rows may see.
-FLASHMSA_CPU_TARGET inline mask::Interval visible_keys(const int32_t* begin, const int32_t* end, int32_t rows) {
-  mask::Interval keys = {kBlockKv, 0};
-  for (int32_t row = 0; row < rows; ++row) {
-    if (begin[row] < end[row]) keys = {min_of(keys.begin, begin[row]), max_of(keys.end, end[row])};
+// The keys of a tile that each row may see, as bits; returns those that any row may.
+template <class Acc>
+FLASHMSA_CPU_TARGET inline uint64_t find_visible(const BlockPlan& plan, TileStep step, int64_t first_key,
+                                                 Scratch<Acc>& scratch) {
+  uint64_t any = 0;
+  for (int32_t row = 0; row < kBlockQ; ++row) {
+    uint64_t keys = key_bits(plan.main[row], first_key);
+    if (plan.two_runs) keys |= key_bits(plan.first[row], first_key);
+    if (step.bits != nullptr) {
+      const int32_t* words = step.bits + row * kWordStep;
+      keys &= uint64_t{static_cast<uint32_t>(words[0])} | uint64_t{static_cast<uint32_t>(words[1])} << 32;
+    }
+    scratch.visible[row] = keys;
+    any |= keys;
   }
-  return keys;
+  return any;
 }
 
 // One key tile for all rows of the block.
 template <class T, class Acc>
-FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, int32_t tile, Scratch<Acc>& scratch) {
-  // Of the tile, the keys that the block may see at all.
-  const BlockPlan& plan = task.plan;
-  const int64_t first = max_of<int64_t>(static_cast<int64_t>(tile) * kBlockKv, plan.first_key);
-  const int64_t last = min_of<int64_t>(static_cast<int64_t>(tile + 1) * kBlockKv, plan.last_key);
-  if (first >= last) return;
-  const int32_t count = static_cast<int32_t>(last - first);
+FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Scratch<Acc>& scratch) {
+  const BlockPlan& plan = *task.plan;
+  const int64_t tile_key = int64_t{step.tile} * kBlockKv;
+  const uint64_t any = find_visible(plan, step, tile_key, scratch);
+  if (any == 0) return;
+  // Of the tile, from the first key that the block may see to the last.
+  const int32_t skipped = std::countr_zero(any);
+  const int32_t count = kBlockKv - std::countl_zero(any) - skipped;
+  const int64_t first = tile_key + skipped;
+  for (int32_t row = 0; row < kBlockQ; ++row) scratch.visible[row] >>= skipped;
   load_rows(task.k, first, count, task.head_dim, static_cast<Acc*>(scratch.k), task.head_dim);
   load_rows(task.v, first, count, task.head_dim_v, static_cast<Acc*>(scratch.v), scratch.padded_dim_v);
-
-  const bool partial = plan.tiles.classify(tile) != mask::TileClass::kFull;
-  for (int32_t row = 0; row < kBlockQ; ++row) {
-    scratch.begin[row] = static_cast<int32_t>(clamp<int64_t>(plan.begin[row] - first, 0, count));
-    scratch.end[row] = static_cast<int32_t>(clamp<int64_t>(plan.end[row] - first, scratch.begin[row], count));
+  if (task.has_alibi) {
+    for (int32_t row = 0; row < kBlockQ; ++row) scratch.place[row] = static_cast<Acc>(plan.position[row] - first);
   }
 
   constexpr int32_t kRowGroup = 2 * kLanes<Acc>;
@@ -264,10 +316,14 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, int32_t tile, Scr
   for (int32_t row = 0; row < task.rows; row += kRowGroup) {
     const int32_t vectors = task.rows - row > kLanes<Acc> ? 2 : 1;
     const int32_t rows = vectors * kLanes<Acc>;
-    const int32_t* begin = scratch.begin + row;
-    const int32_t* end = scratch.end + row;
-    const mask::Interval keys = visible_keys(begin, end, rows);
-    if (keys.begin >= keys.end) continue;
+    const uint64_t* visible = scratch.visible + row;
+    uint64_t some = 0, all = ~uint64_t{0};
+    for (int32_t r = 0; r < rows; ++r) {
+      some |= visible[r];
+      all &= visible[r];
+    }
+    if (some == 0) continue;
+    const mask::Interval keys = {std::countr_zero(some), kBlockKv - std::countl_zero(some)};
 
     // S = scale Q K^T
     const Acc* q = scratch.q + row;
@@ -277,7 +333,12 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, int32_t tile, Scr
     } else {
       logits<1>(q, static_cast<Acc*>(scratch.k), s, task.head_dim, task.scale, keys.begin, keys.end);
     }
-    if (partial) hide(s, begin, end, rows, keys);
+    if (task.softcap > 0 || task.has_alibi) {
+      for (int32_t r = 0; r < rows; r += kLanes<Acc>) {
+        modify(task, s + r, keys, static_cast<const Acc*>(scratch.place + row + r));
+      }
+    }
+    if (all != key_bits(keys, 0)) hide(s, visible, rows, keys);
 
     // P = exp(S - top)
     for (int32_t r = 0; r < rows; r += kLanes<Acc>) {
@@ -289,22 +350,30 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, int32_t tile, Scr
     rescale(o, static_cast<Acc*>(scratch.decay + row), rows, scratch.padded_dim_v);
     for (int32_t r = 0; r < min_of(rows, task.rows - row); r += kRowsAtOnce) {
       accumulate(o + r * scratch.padded_dim_v, static_cast<const Acc*>(s + r), static_cast<Acc*>(scratch.v),
-                 scratch.padded_dim_v, begin + r, end + r);
+                 scratch.padded_dim_v, visible + r);
     }
   }
 }
 
-// O = O / sum and lse = top + log(sum); a row that has seen no key, or only logits of -inf, gives 0 and -inf.
+// O = O / sum and lse = top + log(sum), a sink counted; a row that has seen no key, or only logits of -inf, gives 0 and
+// -inf, or the sink.
 template <class T, class Acc>
 FLASHMSA_CPU_TARGET inline void store_rows(const BlockTask<T>& task, Scratch<Acc>& scratch) {
   for (int32_t row = 0; row < task.rows; ++row) {
-    const Acc sum = scratch.sum[row];
+    Acc top = scratch.top[row], sum = scratch.sum[row], factor = 1;
+    if (task.sink != nullptr && *task.sink != -std::numeric_limits<float>::infinity()) {
+      const Acc sink = *task.sink;
+      const Acc highest = max_of(top, sink);
+      factor = std::exp(top - highest);
+      sum = sum * factor + std::exp(sink - highest);
+      top = highest;
+    }
     const bool empty = sum == Acc(0);
     const Acc* from = scratch.o + row * scratch.padded_dim_v;
     T* to = task.out.data + row * task.out.stride;
-    for (int32_t c = 0; c < task.head_dim_v; ++c) narrow(empty ? Acc(0) : from[c] / sum, to[c]);
-    if (task.lse != nullptr) {
-      task.lse[row] = static_cast<float>(empty ? kMinusInfinity<Acc> : scratch.top[row] + std::log(sum));
+    for (int32_t c = 0; c < task.head_dim_v; ++c) narrow(empty ? Acc(0) : from[c] * factor / sum, to[c]);
+    if (task.lse.data != nullptr) {
+      task.lse.data[row * task.lse.stride] = static_cast<float>(empty ? kMinusInfinity<Acc> : top + std::log(sum));
     }
   }
 }
@@ -315,9 +384,7 @@ FLASHMSA_CPU_TARGET void attend_block(const BlockTask<T>& task, Scratch<Acc>& sc
   std::fill_n(static_cast<Acc*>(scratch.top), kBlockQ, kMinusInfinity<Acc>);
   std::fill_n(static_cast<Acc*>(scratch.sum), kBlockQ, Acc(0));
   std::fill_n(static_cast<Acc*>(scratch.o), kBlockQ * scratch.padded_dim_v, Acc(0));
-  for (int32_t step = 0; step < task.plan.tiles.count(); ++step) {
-    attend_tile(task, task.plan.tiles.visit(step), scratch);
-  }
+  for (TileStep step : task.plan->steps) attend_tile(task, step, scratch);
   store_rows(task, scratch);
 }
 

@@ -16,12 +16,31 @@ constexpr int32_t kBlockKv = 64;  // keys of a tile
 constexpr int32_t kSlack = 8;     // the logits of a tile are computed this many keys at a time, at most
 constexpr int32_t kLine = 64;     // bytes: a cache line, the widest vector
 
-// What the mask says about a block. Rows past the last one repeat its interval: they are computed and not stored.
-struct BlockPlan {
-  mask::KeyTiles tiles;
-  int32_t first_key, last_key;              // [first_key, last_key) holds every key that some row may see
-  int32_t begin[kBlockQ], end[kBlockQ];     // row r may see the keys [begin[r], end[r])
+// One key tile that a block of rows visits.
+struct TileStep {
+  int32_t tile;
+  // Of a list's mixed cell: the words of the block's first row, for its next kWordStep words further on; null: no bits.
+  const int32_t* bits;
 };
+constexpr int32_t kWordStep = 4;
+
+// What the mask says about a block. Rows past the last one repeat its keys: they are computed and not stored.
+// Each thread makes its plans in the same place, so that the steps keep their memory.
+struct BlockPlan {
+  std::vector<TileStep> steps;  // in the order of the visit, each tile once
+  // Row r may see the keys of main[r] and, under `two_runs`, of first[r]; in a tile with bits, those whose bit is set.
+  mask::Interval main[kBlockQ], first[kBlockQ];
+  bool two_runs;
+  int64_t position[kBlockQ];  // where each row stands among the keys; only for ALiBi
+};
+
+// Which of the kBlockKv keys from `first` on lie in an interval: bit b is key first + b.
+inline uint64_t key_bits(mask::Interval keys, int64_t first) {
+  static_assert(kBlockKv == 64);
+  const auto below = [](int64_t count) { return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; };
+  const int64_t begin = clamp<int64_t>(keys.begin - first, 0, 64);
+  return below(clamp<int64_t>(keys.end - first, begin, 64)) & ~below(begin);
+}
 
 // Rows of one head: element c of row r lies at data[r * stride + c].
 template <class T>
@@ -34,11 +53,15 @@ template <class T>
 struct BlockTask {
   int32_t rows, head_dim, head_dim_v;
   AccumulateType<T> scale;
-  Rows<const T> q;      // from the block's first row
-  Rows<const T> k, v;   // from key 0
-  Rows<T> out;          // from the block's first row
-  float* lse;           // the same
-  BlockPlan plan;
+  AccumulateType<T> softcap;  // 0: none
+  AccumulateType<T> slope;  // ALiBi's, of a key; used where has_alibi
+  bool has_alibi;
+  const float* sink;  // null: none
+  Rows<const T> q;  // from the block's first row
+  Rows<const T> k, v;  // from key 0
+  Rows<T> out;  // from the block's first row
+  Rows<float> lse;  // the same; data null: not wanted
+  const BlockPlan* plan;
 };
 
 // Working memory of one thread, reused from block to block.
@@ -54,7 +77,8 @@ class Scratch {
         o(kBlockQ * padded_dim_v),
         top(kBlockQ),
         sum(kBlockQ),
-        decay(kBlockQ) {}
+        decay(kBlockQ),
+        place(kBlockQ) {}
 
   // Zeros at first: the columns of v that pad it to whole vectors, and slack rows that no key has reached yet.
   class Array {
@@ -71,15 +95,16 @@ class Scratch {
 
   static constexpr int32_t kLineValues = kLine / static_cast<int32_t>(sizeof(Acc));
   const int32_t padded_dim_v;
-  Array q;      // (head_dim, kBlockQ), transposed: a vector holds one column of several rows
-  Array k;      // (keys, head_dim)
-  Array v;      // (keys, padded_dim_v)
-  Array p;      // (keys, kBlockQ): logits, then their exponentials
-  Array o;      // (kBlockQ, padded_dim_v), not yet divided by sum
-  Array top;    // (kBlockQ) the largest logit so far
-  Array sum;    // (kBlockQ) of exp(logit - top)
+  Array q;  // (head_dim, kBlockQ), transposed: a vector holds one column of several rows
+  Array k;  // (keys, head_dim)
+  Array v;  // (keys, padded_dim_v)
+  Array p;  // (keys, kBlockQ): logits, then their exponentials
+  Array o;  // (kBlockQ, padded_dim_v), not yet divided by sum
+  Array top;  // (kBlockQ) the largest logit so far
+  Array sum;  // (kBlockQ) of exp(logit - top)
   Array decay;  // (kBlockQ) exp(old top - new top)
-  int32_t begin[kBlockQ], end[kBlockQ];  // the rows' keys in the current tile, counted from its first loaded key
+  Array place;  // (kBlockQ) the rows' positions, counted as below
+  uint64_t visible[kBlockQ];  // the rows' keys in the current tile, counted from its first loaded key
 };
 
 }  // namespace flashmsa::cpu

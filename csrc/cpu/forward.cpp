@@ -4,13 +4,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu/block.h"
 #include "cpu/isa.h"
+#include "mask/dilated.h"
 #include "mask/list.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -46,38 +49,73 @@
 namespace flashmsa::cpu {
 namespace {
 
-using PlanBlock = BlockPlan (*)(const AttentionParams&, int32_t batch, int32_t first_row, int32_t rows);
+// What one block of rows belongs to, and the block.
+struct Place {
+  int32_t batch, residue, head, first_row, rows;
+};
 
+using PlanBlock = void (*)(const AttentionParams&, const Place&, BlockPlan&);
+
+// The tiles of the walk. Of a list's mixed cells, only those in which the block's rows have something set.
 template <class Mask>
-BlockPlan plan_block(const AttentionParams& params, int32_t batch, int32_t first_row, int32_t rows) {
-  const typename Mask::Params mask_params = Mask::make_params(params);
-  const int32_t last_row = first_row + rows - 1;
-  const typename Mask::Block block = Mask::block(mask_params, batch, first_row, last_row);
-  BlockPlan plan;
-  plan.tiles = mask::block_tiles<Mask>(mask_params, block, first_row, last_row, kBlockKv);
-  plan.first_key = params.len_kv;
-  plan.last_key = 0;
-  for (int32_t r = 0; r < kBlockQ; ++r) {
-    const mask::Interval keys = Mask::row(mask_params, block, min_of(first_row + r, last_row));
-    plan.begin[r] = keys.begin;
-    plan.end[r] = keys.end;
-    if (keys.begin < keys.end) {
-      plan.first_key = min_of(plan.first_key, keys.begin);
-      plan.last_key = max_of(plan.last_key, keys.end);
+void plan_steps(const typename Mask::Params& params, const typename Mask::Block& block, int32_t first_row,
+                int32_t last_row, std::vector<TileStep>& steps) {
+  const typename Mask::Tiles tiles = Mask::tiles(params, block, first_row, last_row, kBlockKv);
+  steps.clear();
+  for (int32_t step = 0; step < tiles.count(); ++step) {
+    const int32_t index = tiles.visit(step);
+    if constexpr (Mask::kListed) {
+      static_assert(mask::kCell == 2 * kBlockKv && kBlockQ == kBlockKv && kWordStep == mask::kCell / 32);
+      const int32_t entry = Mask::entry(block, index, kBlockKv);
+      const int32_t detail = entry < block.entry + block.whole ? mask::kWholeCell : params.list.detail[entry];
+      const int32_t half = index % 2;
+      const int32_t row_in_cell = first_row % mask::kCell;
+      if (!contains(Mask::half_keys(params, detail, row_in_cell / kBlockQ), half * kBlockKv)) continue;
+      const int32_t* bits = Mask::row_bits(params, detail, row_in_cell);
+      steps.push_back(
+          {Mask::key_tile(params, block, index, kBlockKv), bits == nullptr ? nullptr : bits + half * (kBlockKv / 32)});
+    } else {
+      steps.push_back({index, nullptr});
     }
   }
-  return plan;
 }
 
-PlanBlock find_plan(MaskKind kind) {
-  switch (kind) {
+template <class Mask>
+void plan_block(const AttentionParams& params, const Place& place, BlockPlan& plan) {
+  const typename Mask::Params mask_params = Mask::make_params(params);
+  const int32_t last_row = place.first_row + place.rows - 1;
+  const typename Mask::Block block = Mask::block(mask_params, place.batch, place.head, place.first_row, last_row);
+  plan_steps<Mask>(mask_params, block, place.first_row, last_row, plan.steps);
+  plan.two_runs = false;
+  for (int32_t r = 0; r < kBlockQ; ++r) {
+    const int32_t i = min_of(place.first_row + r, last_row);
+    const typename Mask::Row keys = Mask::row(mask_params, block, i);
+    plan.main[r] = mask::main_run(keys);
+    plan.first[r] = mask::first_run(keys);
+    plan.two_runs |= plan.first[r].begin < plan.first[r].end;
+    if constexpr (std::is_same_v<typename Mask::Row, mask::TwoRuns>) {
+      if (params.alibi_slopes != nullptr) plan.position[r] = Mask::position(mask_params, block, i);
+    }
+  }
+}
+
+PlanBlock find_plan(const AttentionParams& params) {
+  const MaskKind kind = params.mask.kind;
+  const PlanBlock plan = [&]() -> PlanBlock {
+    switch (kind) {
 #define FLASHMSA_CASE(Mask) \
   case mask::Mask::kKind:   \
     return plan_block<mask::Mask>;
-    FLASHMSA_FOR_EACH_MASK(FLASHMSA_CASE)
+      FLASHMSA_FOR_EACH_MASK(FLASHMSA_CASE)
 #undef FLASHMSA_CASE
-  }
-  throw std::invalid_argument("mask: the CPU backend has no mask of kind " + std::to_string(static_cast<int>(kind)));
+      default:
+        throw std::invalid_argument("mask: the CPU backend has no mask of kind " +
+                                    std::to_string(static_cast<int>(kind)));
+    }
+  }();
+  // Positions, which ALiBi needs, are known to the masks that every other can be written as.
+  if (params.alibi_slopes != nullptr && kind != MaskKind::kBlockSparse) return plan_block<mask::Composite>;
+  return plan;
 }
 
 template <class T>
@@ -93,41 +131,47 @@ AttendBlock<T> find_attend_block(Isa isa) {
   throw std::invalid_argument(std::string("isa: ") + name(isa) + " code is not part of this build");
 }
 
+// The rows of one sequence from `row` on.
 template <class T>
-Rows<T> rows_of(const TensorRef& tensor, int64_t batch, int64_t head, int64_t row) {
+Rows<T> rows_of(const TensorRef& tensor, const Place& place, int64_t head, int64_t row) {
   T* data = static_cast<T*>(tensor.data);
-  return {data + batch * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_seq, tensor.stride_seq};
+  return {data + place.batch * tensor.stride_batch + place.residue * tensor.stride_residue + head * tensor.stride_head +
+              row * tensor.stride_seq,
+          tensor.stride_seq};
 }
 
-// The block of rows number `block` of the head number `head` (counted over the batch).
 template <class T>
-BlockTask<T> make_task(const AttentionParams& params, PlanBlock plan_block, int64_t head, int32_t block) {
-  const int32_t batch = static_cast<int32_t>(head / params.heads_q);
-  const int32_t head_q = static_cast<int32_t>(head % params.heads_q);
-  const int32_t head_kv = head_q / (params.heads_q / params.heads_kv);
-  const int32_t first_row = block * kBlockQ;
-  const int32_t rows = min_of(kBlockQ, params.len_q - first_row);
-
-  BlockTask<T> task;
-  task.rows = rows;
+BlockTask<T> make_task(const AttentionParams& params, const Place& place) {
+  using Acc = AccumulateType<T>;
+  const int32_t head_kv = place.head / (params.heads_q / params.heads_kv);
+  BlockTask<T> task = {};
+  task.rows = place.rows;
   task.head_dim = params.head_dim;
   task.head_dim_v = params.head_dim_v;
-  task.scale = static_cast<AccumulateType<T>>(params.scale);
-  task.q = rows_of<const T>(params.q, batch, head_q, first_row);
-  task.k = rows_of<const T>(params.k, batch, head_kv, 0);
-  task.v = rows_of<const T>(params.v, batch, head_kv, 0);
-  task.out = rows_of<T>(params.out, batch, head_q, first_row);
-  task.lse = params.lse == nullptr ? nullptr : params.lse + head * params.len_q + first_row;
-  task.plan = plan_block(params, batch, first_row, rows);
+  task.scale = static_cast<Acc>(params.scale);
+  task.softcap = static_cast<Acc>(params.softcap);
+  task.has_alibi = params.alibi_slopes != nullptr;
+  if (task.has_alibi) {
+    const double slope = params.alibi_slopes[place.batch * params.alibi_stride_batch + place.head];
+    task.slope = static_cast<Acc>(slope * params.alibi_step);
+  }
+  task.sink = params.sinks == nullptr ? nullptr : params.sinks + place.head;
+  task.q = rows_of<const T>(params.q, place, place.head, place.first_row);
+  task.k = rows_of<const T>(params.k, place, head_kv, 0);
+  task.v = rows_of<const T>(params.v, place, head_kv, 0);
+  task.out = rows_of<T>(params.out, place, place.head, place.first_row);
+  const TensorRef lse = {params.lse, params.lse_stride_batch, params.lse_stride_head, params.lse_stride_seq,
+                         params.lse_stride_residue};
+  if (params.lse != nullptr) task.lse = rows_of<float>(lse, place, place.head, place.first_row);
   return task;
 }
 
 template <class T>
 void attention(const AttentionParams& params, const ParallelFor& parallel_for, Isa isa) {
   const int32_t blocks = ceil_div(params.len_q, kBlockQ);
-  const int64_t count = static_cast<int64_t>(params.batch) * params.heads_q * blocks;
+  const int64_t count = static_cast<int64_t>(params.batch) * params.residues * params.heads_q * blocks;
   if (count == 0) return;
-  const PlanBlock plan_block = find_plan(params.mask.kind);
+  const PlanBlock plan_block = find_plan(params);
   const AttendBlock<T> attend_block = find_attend_block<T>(isa);
 
   // A thread gets at least about 2^20 multiply-adds, or starting it costs more than it saves.
@@ -140,11 +184,36 @@ void attention(const AttentionParams& params, const ParallelFor& parallel_for, I
   std::atomic<int64_t> next{0};
   parallel_for(count, grain, [&](int64_t, int64_t) {
     Scratch<AccumulateType<T>> scratch(params.head_dim, params.head_dim_v);
+    BlockPlan plan;
     for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-      const int32_t block = blocks - 1 - static_cast<int32_t>(i % blocks);
-      attend_block(make_task<T>(params, plan_block, i / blocks, block), scratch);
+      const int64_t slice = i / blocks, sequence = slice / params.heads_q;
+      Place place;
+      place.batch = static_cast<int32_t>(sequence / params.residues);
+      place.residue = static_cast<int32_t>(sequence % params.residues);
+      place.head = static_cast<int32_t>(slice % params.heads_q);
+      place.first_row = (blocks - 1 - static_cast<int32_t>(i % blocks)) * kBlockQ;
+      place.rows = min_of(kBlockQ, params.len_q - place.first_row);
+      BlockTask<T> task = make_task<T>(params, place);
+      plan_block(params, place, plan);
+      task.plan = &plan;
+      attend_block(task, scratch);
     }
   });
+}
+
+void attend(const AttentionParams& params, const ParallelFor& parallel_for, Isa isa) {
+  switch (params.dtype) {
+    case DType::kF16:
+      return attention<Float16>(params, parallel_for, isa);
+    case DType::kBF16:
+      return attention<BFloat16>(params, parallel_for, isa);
+    case DType::kF32:
+      return attention<float>(params, parallel_for, isa);
+    case DType::kF64:
+      return attention<double>(params, parallel_for, isa);
+  }
+  throw std::invalid_argument("dtype: the CPU backend has no element type " +
+                              std::to_string(static_cast<int>(params.dtype)));
 }
 
 }  // namespace
@@ -176,18 +245,8 @@ std::vector<Isa> supported_isas() {
 }
 
 void attention_forward(const AttentionParams& params, const ParallelFor& parallel_for, Isa isa) {
-  switch (params.dtype) {
-    case DType::kF16:
-      return attention<Float16>(params, parallel_for, isa);
-    case DType::kBF16:
-      return attention<BFloat16>(params, parallel_for, isa);
-    case DType::kF32:
-      return attention<float>(params, parallel_for, isa);
-    case DType::kF64:
-      return attention<double>(params, parallel_for, isa);
-  }
-  throw std::invalid_argument("dtype: the CPU backend has no element type " +
-                              std::to_string(static_cast<int>(params.dtype)));
+  if (params.mask.kind != MaskKind::kDilated) return attend(params, parallel_for, isa);
+  for (const AttentionParams& part : mask::split_by_residue(params)) attend(part, parallel_for, isa);
 }
 
 void attention_forward(const AttentionParams& params, const ParallelFor& parallel_for) {

@@ -94,8 +94,10 @@ struct BlockSparse {
   }
   // The key tile that tile number `index` stands for.
   static FLASHMSA_HD int32_t key_tile(const Params& params, const Block& block, int32_t index, int32_t tile_size) {
-    const int32_t parts = kCell / tile_size;
-    return params.list.cells[entry(block, index, tile_size)] * parts + index % parts;
+    const uint32_t parts = kCell / tile_size;
+    // NOTE: unsigned, because an unchecked list's cell may be anything.
+    const uint32_t first = static_cast<uint32_t>(params.list.cells[entry(block, index, tile_size)]) * parts;
+    return static_cast<int32_t>(first + static_cast<uint32_t>(index) % parts);
   }
 
   // Which keys of cell `detail` the rows of 64-row half `half` may see: [begin, end) within the cell; all of them where

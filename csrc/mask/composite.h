@@ -31,7 +31,7 @@ FLASHMSA_HD Bounds make_bounds(const BandArgs& band, int32_t which, int64_t q_be
     return bound == kUnbounded ? -kUnbounded : cut(shift - bound);
   };
   Bounds bounds = {-kUnbounded, kUnbounded, -kUnbounded, cut(kv_begin + band.keep_first), {0, 0}, {0, 0}, false};
-#pragma unroll
+  FLASHMSA_UNROLL
   for (int a = 0; a < 2; ++a) {
     const int64_t shift = a == 0 ? kv_end - q_end : kv_begin - q_begin;
     bounds.low = max_of(bounds.low, cut_offset(shift, band.left[a]));
@@ -161,7 +161,7 @@ struct Composite {
     block.batch = batch;
     block.head = head;
     block.one_document = true;
-#pragma unroll
+    FLASHMSA_UNROLL
     for (int a = 0; a < 2; ++a) {
       block.prefix[a] = params.prefixes[a] != nullptr ? params.prefixes[a][batch] : params.global.prefix[a];
     }
@@ -201,21 +201,25 @@ struct Composite {
     return clamp(static_cast<int32_t>(capped), keys.begin, keys.end);
   }
 
-  // What is left of `row` inside the bounds. At most one of the two has a first run.
+  // What is left of `row` inside the bounds. At most one of the two has a first run, and it begins at or before the main
+  // one: outer bounds are among the left ones.
   // NOTE: an empty row lies where its window begins, so that both ends still grow with the row.
   static FLASHMSA_HD TwoRuns cut(const TwoRuns& row, const Bounds& bounds, const int32_t (&prefix)[2], int32_t i) {
-    int32_t end = at(i, bounds.high, row.main);
+    const bool has_first = row.first.begin < row.first.end;
+    const Interval keys = {has_first ? row.first.begin : row.main.begin, row.main.end};
+    int32_t end = at(i, bounds.high, keys);
     if (bounds.has_prefix) {
-#pragma unroll
-      for (int a = 0; a < 2; ++a) end = min_of(end, max_of(prefix[a], at(i, bounds.causal[a], row.main)));
+      FLASHMSA_UNROLL
+      for (int a = 0; a < 2; ++a) end = min_of(end, max_of(prefix[a], at(i, bounds.causal[a], keys)));
     }
-    const int32_t begin = at(i, bounds.low, row.main);
+    const int32_t begin = at(i, bounds.low, keys);
     TwoRuns result;
-    result.main = {begin, max_of(begin, end)};
-    if (row.first.begin < row.first.end) {
-      result.first = {max_of(row.first.begin, begin), min_of(row.first.end, end)};
+    result.main.begin = max_of(row.main.begin, begin);
+    result.main.end = max_of(result.main.begin, end);
+    if (has_first) {
+      result.first = {begin, min_of(row.first.end, end)};
     } else {
-      result.first = {at(i, bounds.outer, row.main), min_of(bounds.keep, end)};
+      result.first = {at(i, bounds.outer, keys), min_of(bounds.keep, end)};
     }
     result.first.end = max_of(result.first.begin, result.first.end);
     return result;
@@ -235,10 +239,12 @@ struct Composite {
     }
     const int32_t begin = clamp(kv[document], 0, params.len_kv);
     int32_t end = clamp(kv[document + 1], begin, params.len_kv);
-    if (params.kv_used != nullptr) end = begin + clamp(params.kv_used[document], 0, end - begin);
+    // NOTE: positions count from the document's own end, also where it reaches past the tensor.
+    int32_t last = kv[document + 1];
+    if (params.kv_used != nullptr) last = end = begin + clamp(params.kv_used[document], 0, end - begin);
     place.keys = {begin, end};
-    if (params.has_local) place.bounds = make_bounds(params.local, document, q[document], q[document + 1], begin, end);
-    const int64_t shift = params.positions_top_left ? int64_t{begin} - q[document] : int64_t{end} - q[document + 1];
+    if (params.has_local) place.bounds = make_bounds(params.local, document, q[document], q[document + 1], begin, last);
+    const int64_t shift = params.positions_top_left ? int64_t{begin} - q[document] : int64_t{last} - q[document + 1];
     place.position_shift = static_cast<int32_t>(clamp<int64_t>(shift, -kUnbounded, kUnbounded));
     return place;
   }

@@ -23,8 +23,9 @@ FLASHMSA_HD Span span_of(const Tiles& all, const Tiles& own) {
   if (own.count() == 0) return {count, 0, 0};
   const mask::KeyTiles& tiles = mask::main_tiles(all);
   const mask::KeyTiles& mine = mask::main_tiles(own);
-  // Full blocks come last in visit order, a first run before them: with either there is nothing to skip at the end.
-  const bool only_main = tiles.full_begin == tiles.full_end && count == tiles.count();
+  // Full blocks come last in visit order, a first run before them: with either there is nothing to skip at the end. These
+  // rows' first run may also lie among the main tiles of the block.
+  const bool only_main = tiles.full_begin == tiles.full_end && count == tiles.count() && own.count() == mine.count();
   const int32_t front = mine.count() == 0 ? 0 : clamp(tiles.end - mine.end, 0, count);
   const int32_t back = only_main ? clamp(mine.begin - tiles.begin, 0, count - front) : 0;
   return {front, count - front - back, back};

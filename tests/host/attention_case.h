@@ -1,5 +1,5 @@
-// One attention call for the CPU backend with its answer from the definition: tensors of any layout, a float64 oracle,
-// and the composed operators whose error sets the tolerance.
+// One attention call for the CPU backend with its answer from the definition: tensors of any layout, soft cap, sinks, ALiBi,
+// a float64 oracle, and the composed operators whose error sets the tolerance.
 #pragma once
 
 #include <algorithm>
@@ -60,11 +60,11 @@ T round_to(cpu::AccumulateType<T> x) {
 }
 
 enum class Layout {
-  kHeadsFirst,    // (B, H, S, D) contiguous
-  kSequenceFirst, // (B, S, H, D) viewed as (B, H, S, D)
-  kSlice,         // rows of a wider tensor, starting off alignment
-  kExpandedHeads, // stride 0 over heads
-  kExpanded,      // stride 0 over heads and batches
+  kHeadsFirst,  // (B, H, S, D) contiguous
+  kSequenceFirst,  // (B, S, H, D) viewed as (B, H, S, D)
+  kSlice,  // rows of a wider tensor, starting off alignment
+  kExpandedHeads,  // stride 0 over heads
+  kExpanded,  // stride 0 over heads and batches
 };
 
 template <class T>
@@ -98,7 +98,7 @@ struct Tensor {
   }
   // Its value as the oracle reads it.
   double value(int32_t b, int32_t h, int32_t s, int32_t d) const { return cpu::widen(at_const(b, h, s, d)); }
-  TensorRef ref() { return {storage.data() + first, stride_batch, stride_head, stride_seq}; }
+  TensorRef ref() { return {storage.data() + first, stride_batch, stride_head, stride_seq, 0}; }
 
   void set_row(int32_t b, int32_t h, int32_t s, double x) {
     for (int32_t d = 0; d < dim; ++d) at(b, h, s, d) = round_to<T>(static_cast<cpu::AccumulateType<T>>(x));
@@ -126,6 +126,9 @@ struct AttentionCase {
   double scale;
   Tensor<T> q, k, v, out;
   std::vector<float> lse;
+  double softcap = 0;
+  std::vector<float> sinks;  // (heads) or none
+  std::vector<float> alibi_slopes;  // (heads) or (batch, heads) or none
 
   AttentionCase(const MaskCase& mask_, int32_t heads_q, int32_t heads_kv, int32_t dim, int32_t dim_v,
                 Layout layout_q = Layout::kHeadsFirst, Layout layout_kv = Layout::kHeadsFirst,
@@ -136,7 +139,21 @@ struct AttentionCase {
         k(mask.batch, heads_kv, mask.len_kv, dim, layout_kv),
         v(mask.batch, heads_kv, mask.len_kv, dim_v, layout_kv),
         out(mask.batch, heads_q, mask.len_q, dim_v, layout_out),
-        lse(static_cast<size_t>(mask.batch) * heads_q * mask.len_q) {}
+        lse(static_cast<size_t>(mask.batch) * heads_q * mask.len_q) {
+    mask.heads = heads_q;
+  }
+
+  // Any of soft cap, sinks and ALiBi.
+  void randomize_options(Random& random) {
+    if (random.coin()) softcap = random.pick({0.5, 3.0, 30.0});
+    if (random.coin()) {
+      for (int32_t h = 0; h < q.heads; ++h) sinks.push_back(static_cast<float>(2 * random.normal()));
+    }
+    if (random.coin()) return;
+    for (int32_t n = q.heads * (random.coin() ? q.batch : 1); n > 0; --n) {
+      alibi_slopes.push_back(static_cast<float>(std::ldexp(1.0, -random.between(0, 8))));
+    }
+  }
 
   void randomize(Random& random) {
     q.randomize(random);
@@ -159,31 +176,52 @@ struct AttentionCase {
     p.v = v.ref();
     p.out = out.ref();
     p.lse = lse.data();
+    p.lse_stride_batch = int64_t{q.heads} * q.len;
+    p.lse_stride_head = q.len;
     p.scale = scale;
+    p.softcap = softcap;
+    p.sinks = sinks.empty() ? nullptr : sinks.data();
+    p.alibi_slopes = alibi_slopes.empty() ? nullptr : alibi_slopes.data();
+    p.alibi_stride_batch = alibi_by_batch() ? q.heads : 0;
     return p;
   }
+
+  bool alibi_by_batch() const { return alibi_slopes.size() > static_cast<size_t>(q.heads); }
+
+  // What ALiBi takes from the logit of a pair.
+  double penalty(int32_t b, int32_t h, int32_t i, int32_t j) const {
+    if (alibi_slopes.empty()) return 0;
+    const double slope = alibi_slopes[(alibi_by_batch() ? b * q.heads : 0) + h];
+    return slope * static_cast<double>(std::abs(mask.position(b, i) - j));
+  }
+
+  // The sink of a head; -inf: none.
+  double sink(int32_t h) const { return sinks.empty() ? -std::numeric_limits<double>::infinity() : sinks[h]; }
 
   std::string text(cpu::Isa isa) const {
     return std::string(TypeInfo<T>::kName) + " " + cpu::name(isa) + " batch " + std::to_string(mask.batch) + " heads " +
            std::to_string(q.heads) + "/" + std::to_string(k.heads) + " dims " + std::to_string(q.dim) + "/" +
-           std::to_string(v.dim) + " " + mask.text();
+           std::to_string(v.dim) + " softcap " + std::to_string(softcap) + (sinks.empty() ? "" : " sinks") +
+           (alibi_slopes.empty() ? "" : " alibi") + " " + mask.text();
   }
 
   // The definition, row by row, over the allowed keys alone.
   Answer<T> oracle() const {
     Answer<T> answer;
     for_each_row([&](int32_t b, int32_t h, int32_t i) {
-      const std::vector<int32_t> keys = visible_keys(b, i);
+      const std::vector<int32_t> keys = visible_keys(b, h, i);
       std::vector<Exact<T>> logit;
-      Exact<T> top = -std::numeric_limits<Exact<T>>::infinity();
+      Exact<T> top = sink(h);
       for (int32_t j : keys) {
         Exact<T> dot = 0;
         for (int32_t d = 0; d < q.dim; ++d) dot += Exact<T>(q.value(b, h, i, d)) * k.value(b, head_kv(h), j, d);
-        logit.push_back(static_cast<Exact<T>>(scale) * dot);
+        dot *= static_cast<Exact<T>>(scale);
+        if (softcap > 0) dot = softcap * std::tanh(dot / softcap);
+        logit.push_back(dot - static_cast<Exact<T>>(penalty(b, h, i, j)));
         top = std::max(top, logit.back());
       }
       const Exact<T> shift = std::isinf(top) && top < 0 ? 0 : top;
-      Exact<T> sum = 0;
+      Exact<T> sum = std::exp(sink(h) - shift);
       std::vector<Exact<T>> row(v.dim, 0);
       for (size_t n = 0; n < keys.size(); ++n) {
         const Exact<T> p = std::exp(logit[n] - shift);
@@ -196,24 +234,30 @@ struct AttentionCase {
     return answer;
   }
 
-  // matmul, scale, softmax, matmul as separate operators, each rounding its result to T. Sums in the compute type.
+  // matmul, scale, cap, bias, softmax, matmul as separate operators, each rounding its result to T. Sums in the compute type.
   std::vector<double> composed() const {
     using Acc = cpu::AccumulateType<T>;
     std::vector<double> result;
     const auto round = [](Acc x) { return cpu::widen(round_to<T>(x)); };
     for_each_row([&](int32_t b, int32_t h, int32_t i) {
-      const std::vector<int32_t> keys = visible_keys(b, i);
+      const std::vector<int32_t> keys = visible_keys(b, h, i);
       std::vector<Acc> p;
-      Acc top = -std::numeric_limits<Acc>::infinity();
+      Acc top = static_cast<Acc>(sink(h));
       for (int32_t j : keys) {
         Acc dot = 0;
         for (int32_t d = 0; d < q.dim; ++d) {
           dot += static_cast<Acc>(q.value(b, h, i, d)) * static_cast<Acc>(k.value(b, head_kv(h), j, d));
         }
-        p.push_back(round(round(dot) * static_cast<Acc>(scale)));
+        Acc logit = round(round(dot) * static_cast<Acc>(scale));
+        if (softcap > 0) {
+          const Acc cap = static_cast<Acc>(softcap);
+          logit = round(cap * round(std::tanh(round(logit / cap))));
+        }
+        if (!alibi_slopes.empty()) logit = round(logit - round(static_cast<Acc>(penalty(b, h, i, j))));
+        p.push_back(logit);
         top = std::max(top, p.back());
       }
-      Acc sum = 0;
+      Acc sum = sinks.empty() ? 0 : std::exp(static_cast<Acc>(sink(h)) - top);
       for (Acc& x : p) sum += x = std::exp(x - top);
       std::vector<Acc> row(v.dim, 0);
       for (size_t n = 0; n < keys.size(); ++n) {
@@ -225,10 +269,10 @@ struct AttentionCase {
     return result;
   }
 
-  std::vector<int32_t> visible_keys(int32_t b, int32_t i) const {
+  std::vector<int32_t> visible_keys(int32_t b, int32_t h, int32_t i) const {
     std::vector<int32_t> keys;
     for (int32_t j = 0; j < mask.len_kv; ++j) {
-      if (mask.allowed(b, i, j)) keys.push_back(j);
+      if (mask.allowed(b, h, i, j)) keys.push_back(j);
     }
     return keys;
   }

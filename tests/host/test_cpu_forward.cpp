@@ -28,10 +28,11 @@ void check_random(Random& random, int32_t trials) {
           {Layout::kHeadsFirst, Layout::kSequenceFirst, Layout::kSlice, Layout::kExpandedHeads, Layout::kExpanded});
     };
     const Layout layout_out = random.pick({Layout::kHeadsFirst, Layout::kSequenceFirst, Layout::kSlice});
-    AttentionCase<T> call(random_mask(random, random.between(1, 2), len_q, len_kv), heads_kv * random.between(1, 3),
-                          heads_kv, 8 * random.between(1, 12), 8 * random.between(1, 12), layout(), layout(),
-                          layout_out);
+    const int32_t heads = heads_kv * random.between(1, 3);
+    AttentionCase<T> call(random_mask(random, random.between(1, 2), len_q, len_kv, heads), heads, heads_kv,
+                          8 * random.between(1, 12), 8 * random.between(1, 12), layout(), layout(), layout_out);
     call.randomize(random);
+    if (random.coin()) call.randomize_options(random);
     check_case(call);
   }
 }
@@ -121,10 +122,10 @@ int run_type(uint64_t seed, int32_t trials) {
 
 int main() {
   using namespace flashmsa;
-  test::run_type<float>(1, 40);
-  test::run_type<cpu::BFloat16>(2, 30);
-  test::run_type<cpu::Float16>(3, 25);
-  test::run_type<double>(4, 20);
+  test::run_type<float>(1, 80);
+  test::run_type<cpu::BFloat16>(2, 60);
+  test::run_type<cpu::Float16>(3, 50);
+  test::run_type<double>(4, 50);
   test::Random random(5);
   test::check_schedules(random);
   return test::report("test_cpu_forward");

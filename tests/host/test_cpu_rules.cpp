@@ -1,5 +1,5 @@
-// The rules of the result on the CPU backend: empty rows, extreme logits, NaN and infinity, unchecked offsets, strides
-// beyond 32 bits.
+// The rules of the result on the CPU backend: empty rows, extreme logits, NaN and infinity, sinks, soft cap, ALiBi,
+// unchecked device data, strides beyond 32 bits.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -162,9 +162,10 @@ void check_poisoned_inputs(Random& random, int32_t trials) {
   for (int32_t trial = 0; trial < trials; ++trial) {
     const int32_t len_q = random.between(1, 180);
     const int32_t len_kv = random.pick({len_q, random.between(1, 180)});
-    AttentionCase<T> call(random_mask(random, 2, len_q, len_kv), 2, 1, 8 * random.between(1, 4),
+    AttentionCase<T> call(random_mask(random, 2, len_q, len_kv, 2), 2, 1, 8 * random.between(1, 4),
                           8 * random.between(1, 6));
     call.randomize(random);
+    if (random.between(0, 3) == 0) call.randomize_options(random);
     for (int32_t n = random.between(1, 6); n > 0; --n) {
       Tensor<T>& tensor = *random.pick({&call.q, &call.k, &call.v});
       const int32_t row = random.pick({0, tensor.len - 1, random.between(0, tensor.len - 1)});
@@ -214,9 +215,9 @@ void check_single_token_documents(Random& random) {
   }
 }
 
-// Offsets that nobody checked: nothing read or written out of bounds (a sanitizer watches), every element written.
+// Offsets, prefixes and lists that nobody checked: nothing read or written out of bounds (a sanitizer watches), every element written.
 template <class T>
-void check_garbage_offsets(Random& random, int32_t trials) {
+void check_garbage(Random& random, int32_t trials) {
   for (int32_t trial = 0; trial < trials; ++trial) {
     AttentionCase<T> call(garbage_mask(random, 2, random.between(1, 200), random.between(0, 200)), 2, 1, 8, 8);
     call.randomize(random);
@@ -259,7 +260,7 @@ void check_huge_strides(Random& random) {
     far[t] = reserve();
     reserved = CHECK(far[t] != nullptr, "no address space of %zu bytes", bytes) && reserved;
     if (far[t] != nullptr) for_each_element(*tensors[t], far[t], [](T& near, T& copy) { copy = near; });
-    *refs[t] = {far[t], batch, head, row};
+    *refs[t] = {far[t], batch, head, row, 0};
   }
   for (cpu::Isa isa : cpu::supported_isas()) {
     if (!reserved) break;
@@ -273,6 +274,91 @@ void check_huge_strides(Random& random) {
   }
 }
 
+// A sink is one more term in the sum: rows without a key give 0 and the sink; a sink of -inf is none.
+template <class T>
+void check_sinks(Random& random) {
+  AttentionCase<T> call(make_mask(MaskKind::kCausal, 90, 30), 3, 1, 16, 16);
+  call.randomize(random);
+  call.sinks = {1.5f, -3.f, static_cast<float>(-kInfinity)};
+  check_case(call);
+  on_every_isa(call, [&](cpu::Isa) {
+    for (int32_t h = 0; h < 3; ++h) {
+      for (int32_t i = 0; i < 60; ++i) {
+        CHECK(call.lse[h * 90 + i] == call.sinks[h], "head %d row %d: %g", h, i, call.lse[h * 90 + i]);
+        CHECK(call.out.value(0, h, i, 5) == 0, "head %d row %d", h, i);
+      }
+    }
+  });
+  // One that outweighs every logit, and one that none of them feels.
+  AttentionCase<T> extreme(make_mask(MaskKind::kDense, 5, 40), 2, 2, 8, 8);
+  extreme.randomize(random);
+  extreme.sinks = {300.f, -300.f};
+  check_case(extreme);
+}
+
+// Logits of any size stay within the cap, and infinite ones are at it.
+template <class T>
+void check_softcap(Random& random) {
+  for (double magnitude : {1e-3, 0.4, 3.0, 300.0, kInfinity}) {
+    AttentionCase<T> call(make_mask(MaskKind::kCausal, 20, 70), 1, 1, 8, 8);
+    call.randomize(random);
+    call.softcap = 2;
+    call.scale = 1;
+    std::fill(call.q.storage.begin(), call.q.storage.end(), round_to<T>(0));
+    for (int32_t i = 0; i < 20; ++i) call.q.at(0, 0, i, 0) = round_to<T>(i % 2 == 0 ? 1 : -1);
+    for (int32_t j = 0; j < 70; ++j) {
+      call.k.at(0, 0, j, 0) = round_to<T>(static_cast<cpu::AccumulateType<T>>(j % 3 == 0 ? -magnitude : magnitude));
+    }
+    check_case(call);
+  }
+}
+
+// Distances at a document's own positions and in a dilated window's steps; far keys.
+template <class T>
+void check_alibi(Random& random) {
+  for (bool top_left : {false, true}) {
+    MaskCase mask = documents({0, 40, 41, 90}, {0, 70, 70, 120}, 90, 120, false);
+    mask.kind = MaskKind::kComposite;
+    mask.local.right[0] = 0;
+    mask.positions_local = true;
+    mask.positions_top_left = top_left;
+    MaskCase dilated = make_mask(MaskKind::kDilated, 70, 90, top_left);
+    dilated.dilation = 7;
+    dilated.left = 5;
+    dilated.right = 2;
+    for (const MaskCase& each : {mask, dilated}) {
+      AttentionCase<T> call(each, 2, 1, 16, 8);
+      call.randomize(random);
+      call.alibi_slopes = {0.25f, 0.0625f};
+      check_case(call);
+    }
+  }
+}
+
+// lse as (batch, length, heads) with room between.
+void check_lse_strides(Random& random) {
+  AttentionCase<float> call(make_mask(MaskKind::kDilated, 71, 90), 3, 1, 8, 8);
+  call.mask.batch = 2;
+  call.mask.dilation = 4;
+  call.mask.left = 3;
+  call = AttentionCase<float>(call.mask, 3, 1, 8, 8);
+  call.randomize(random);
+  const cpu::Isa isa = cpu::supported_isas().back();
+  call.run(isa);
+  std::vector<float> lse(2 * 71 * 5, -12345.f);
+  AttentionParams params = call.params();
+  params.lse = lse.data() + 1;
+  params.lse_stride_batch = 71 * 5;
+  params.lse_stride_head = 1;
+  params.lse_stride_seq = 5;
+  cpu::attention_forward(params, [](int64_t count, int64_t, const auto& body) { body(0, count); }, isa);
+  for (int32_t x = 0; x < 2 * 71 * 5; ++x) {
+    const int32_t b = x / (71 * 5), i = x / 5 % 71, h = x % 5 - 1;
+    const float want = 0 <= h && h < 3 ? call.lse[(b * 3 + h) * 71 + i] : -12345.f;
+    CHECK(lse[x] == want, "batch %d row %d place %d: %g, not %g", b, i, x % 5, lse[x], want);
+  }
+}
+
 template <class T>
 void check_rules(uint64_t seed) {
   Random random(seed);
@@ -282,10 +368,13 @@ void check_rules(uint64_t seed) {
   check_one_winner<T>(random);
   check_scales<T>(random);
   check_infinite_logits<T>(random);
-  check_poisoned_inputs<T>(random, 40);
+  check_poisoned_inputs<T>(random, 60);
   check_poisoned_tail<T>(random);
   check_single_token_documents<T>(random);
-  check_garbage_offsets<T>(random, 40);
+  check_garbage<T>(random, 80);
+  check_sinks<T>(random);
+  check_softcap<T>(random);
+  check_alibi<T>(random);
 }
 
 }  // namespace
@@ -299,5 +388,6 @@ int main() {
   test::check_rules<double>(14);
   test::Random random(15);
   test::check_huge_strides(random);
+  test::check_lse_strides(random);
   return test::report("test_cpu_rules");
 }

@@ -52,14 +52,12 @@ struct Totals {
   int64_t tiles = 0;
 };
 
-// Bytes of device memory for one list: O(cell rows), and with a mask one byte a cell; 16-byte aligned, its content does
-// not matter. `tile_capacity` counts: 8 bytes each.
+// Bytes of workspace for one list: O(cell rows), and with a mask one byte a cell; 16-byte aligned, its content does not
+// matter. The capacities do not count.
 size_t list_workspace_size(const ListParams& params);
-// For a call with unknown capacities, whose tile_capacity is taken as 0.
-size_t count_workspace_size(const ListParams& params);
 
-// Writes row_start and whole_count, as the capacities allow, and leaves what fill_list needs in the workspace, where the
-// first 16 bytes are a Totals. Both launch on `stream` (a cudaStream_t), do not synchronise and can be captured.
+// Writes row_start and whole_count, as the capacities allow, and leaves what fill_list needs in the workspace, whose first
+// 16 bytes are a Totals. Capacities may be lowered between the two to no less than the totals. Both launch on `stream` (a cudaStream_t), do not synchronise and can be captured.
 void count_list(const ListParams& params, void* workspace, void* stream);
 // Writes cells, detail and bits; entries that no row holds are left as they are.
 void fill_list(const ListParams& params, void* workspace, void* stream);

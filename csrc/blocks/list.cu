@@ -272,7 +272,8 @@ uint32_t ctas_of(int64_t warps) { return static_cast<uint32_t>((warps + kWarps -
 
 bool is_aligned(const ListParams& p) {
   const int64_t strides = p.mask_stride_batch | p.mask_stride_head | p.mask_stride_row;
-  return p.mask_stride_key == 1 && (reinterpret_cast<uintptr_t>(p.mask) % 16 | static_cast<uint64_t>(strides) % 16) == 0;
+  return p.mask_stride_key == 1 &&
+         (reinterpret_cast<uintptr_t>(p.mask) % 16 | static_cast<uint64_t>(strides) % 16) == 0;
 }
 
 }  // namespace

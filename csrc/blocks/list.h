@@ -12,13 +12,13 @@
 
 namespace flashmsa::blocks {
 
-inline constexpr int32_t kCell = 128;               // rows and keys of a cell
-inline constexpr int32_t kHalf = 64;                // block sizes are multiples of it
-inline constexpr int32_t kTileWords = kCell / 32;   // of a row of a bit tile
+inline constexpr int32_t kCell = 128;  // rows and keys of a cell
+inline constexpr int32_t kHalf = 64;  // block sizes are multiples of it
+inline constexpr int32_t kTileWords = kCell / 32;  // of a row of a bit tile
 inline constexpr int32_t kMaxCapacity = INT32_MAX;  // entries are numbered by int32
 
 struct ListParams {
-  int32_t batch = 0, heads = 0;     // of the lists
+  int32_t batch = 0, heads = 0;  // of the lists
   int32_t len_q = 0, len_kv = 0;
   int32_t block_q = 0, block_kv = 0;  // multiples of 64
 
@@ -33,9 +33,9 @@ struct ListParams {
   // Entries beyond `capacity`, and mixed cells beyond `tile_capacity` (where there is a mask), are dropped.
   int32_t capacity = kMaxCapacity, tile_capacity = kMaxCapacity;
 
-  int32_t* row_start = nullptr;    // (batch, heads, cell rows + 1): index of each row's first entry, over everything
+  int32_t* row_start = nullptr;  // (batch, heads, cell rows + 1): index of each row's first entry, over everything
   int32_t* whole_count = nullptr;  // (batch, heads, cell rows): how many of its entries are whole
-  int32_t* cells = nullptr;        // (capacity): an entry's cell column
+  int32_t* cells = nullptr;  // (capacity): an entry's cell column
   // (capacity): -1 of a whole cell. Of a mixed one without mask 4 bits, bit 2a + b: its 64-row half a and 64-key half b
   // is set (and begins inside the lengths); with mask the index of its bit tile.
   int32_t* detail = nullptr;

@@ -46,8 +46,7 @@ void for_each_cell(const ListParams& p, const Workspace& w, int64_t index, const
   const CellRow row = cell_row(p, row_index(p, index));
   for (int32_t column = 0; column < p.cell_columns(); ++column) {
     const Quarters q = quarters(p, row, column);
-    const Cell cell =
-        p.mask == nullptr ? cell_of(q) : static_cast<Cell>(w.cells[index * p.cell_columns() + column]);
+    const Cell cell = p.mask == nullptr ? cell_of(q) : static_cast<Cell>(w.cells[index * p.cell_columns() + column]);
     if (cell != Cell::kAbsent) body(column, cell, q);
   }
 }
@@ -62,9 +61,8 @@ void count_row(const ListParams& p, const Workspace& w, int64_t index) {
     }
   }
   RowCount count{0, 0};
-  for_each_cell(p, w, index, [&](int32_t, Cell cell, const Quarters&) {
-    ++(cell == Cell::kWhole ? count.whole : count.mixed);
-  });
+  for_each_cell(p, w, index,
+                [&](int32_t, Cell cell, const Quarters&) { ++(cell == Cell::kWhole ? count.whole : count.mixed); });
   w.counts[index] = count;
 }
 
@@ -92,8 +90,8 @@ void fill_row(const ListParams& p, const Workspace& w, int64_t index) {
 }  // namespace
 
 size_t list_workspace_size(const ListParams& p) {
-  const size_t whole = aligned(sizeof(Totals)) + aligned(p.rows() * sizeof(RowCount)) +
-                       aligned((p.rows() + 1) * sizeof(int32_t));
+  const size_t whole =
+      aligned(sizeof(Totals)) + aligned(p.rows() * sizeof(RowCount)) + aligned((p.rows() + 1) * sizeof(int32_t));
   return p.mask == nullptr ? whole : whole + aligned(p.rows() * p.cell_columns());
 }
 

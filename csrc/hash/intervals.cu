@@ -96,9 +96,10 @@ void bucket_rows(const IntervalParams& p, void* stream) {
   const int64_t heads = int64_t{p.batch} * p.heads;
   if (heads == 0 || p.len_q == 0) return;
   const int32_t blocks = ceil_div(p.len_q, kThreads);
-  if (heads * blocks > INT32_MAX) throw std::runtime_error("flashmsa: too many bucket rows in one launch; split the batch");
+  if (heads * blocks > INT32_MAX)
+    throw std::runtime_error("flashmsa: too many bucket rows in one launch; split the batch");
   bucket_rows_kernel<<<static_cast<uint32_t>(heads * blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p,
-                                                                                                             blocks);
+                                                                                                                blocks);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }
 

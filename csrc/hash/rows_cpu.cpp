@@ -75,8 +75,8 @@ void bucket_rows_cpu(const IntervalParams& p, const cpu::ParallelFor& parallel_f
     for (int64_t at = begin; at < end; ++at) {
       const IntervalHead head = interval_head(p, at / p.len_q);
       const int64_t last = p.len_q - 1;
-      const int32_t row = static_cast<int32_t>(
-          min_of<int64_t>(static_cast<uint32_t>(head.q_order[at % p.len_q]), last));
+      const int32_t row =
+          static_cast<int32_t>(min_of<int64_t>(static_cast<uint32_t>(head.q_order[at % p.len_q]), last));
       const int32_t bucket = head.q_bucket[row];
       p.begin[at] = first_behind(head.keys, 0, p.len_kv, start_of(bucket));
       p.end[at] = first_behind(head.keys, p.begin[at], p.len_kv, end_of(p, bucket, row));

@@ -84,10 +84,10 @@ constexpr int32_t kChunk = kChunkItems * kSortThreads;
 // Device memory of a sort in chunks. Two orders take turns; the last pass writes to the result.
 struct ChunkParams {
   SortParams sort;
-  int32_t chunks;       // of a segment
-  uint32_t* extremes;   // (segments, 2): the complement of the smallest key, the largest; 0 to begin with
-  int32_t* histogram;   // (segments, chunks, kMaxDigits): counts, then where each chunk's keys of a digit go
-  int32_t* scratch;     // (segments, length)
+  int32_t chunks;  // of a segment
+  uint32_t* extremes;  // (segments, 2): the complement of the smallest key, the largest; 0 to begin with
+  int32_t* histogram;  // (segments, chunks, kMaxDigits): counts, then where each chunk's keys of a digit go
+  int32_t* scratch;  // (segments, length)
 };
 
 // int32 in the order of uint32.
@@ -98,8 +98,8 @@ struct ChunkPass {
   const int32_t* bucket;
   const int32_t* source;  // nullptr: 0, 1, 2 ...
   int32_t* target;
-  int32_t* histogram;     // of this chunk
-  int32_t first, count;   // its places
+  int32_t* histogram;  // of this chunk
+  int32_t first, count;  // its places
   int32_t lowest, shift, bits;
   bool needed;
 
@@ -122,7 +122,9 @@ struct ChunkPass {
     needed = pass < passes;
   }
 
-  __device__ __forceinline__ int32_t place(int32_t i) const { return source == nullptr ? first + i : source[first + i]; }
+  __device__ __forceinline__ int32_t place(int32_t i) const {
+    return source == nullptr ? first + i : source[first + i];
+  }
 };
 
 __global__ void __launch_bounds__(kSortThreads) extremes_kernel(const ChunkParams p) {

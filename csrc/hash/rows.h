@@ -34,7 +34,7 @@ struct SortParams {
 };
 
 // Bytes of device memory that sort_buckets needs beside its output, from the shapes alone; 16-byte aligned, its content
-// does not matter. 0 up to a length of 32768.
+// does not matter. 0 up to a length of 65536.
 size_t sort_workspace_size(const SortParams& params);
 void sort_buckets(const SortParams& params, void* workspace, void* stream);
 void sort_buckets_cpu(const SortParams& params, const cpu::ParallelFor& parallel_for);

@@ -1,8 +1,14 @@
-// Stable sort of bucket ids. Only the bits in which a segment's ids differ are sorted: 64 buckets take one pass.
+// Stable sort of bucket ids. Only the bits that a segment's range of ids needs are sorted: 64 buckets take one pass.
 //
-// Up to 32768 keys: one CTA holds the segment in shared memory. Beyond: chunks of 8192 keys, three kernels a pass
-// (count, scan, scatter) over all chunks; passes that the ids do not need return at once, as the host does not know them.
+//   up to 4096 keys    one CTA a segment, in shared memory
+//   up to 65536        a cluster of 8 CTAs a segment: each ranks an eighth, and learns from the others, through their
+//                      shared memory, where its keys of a digit go
+//   beyond             chunks of 8192 keys, three kernels a pass (count, scan, scatter) over all chunks; passes that the
+//                      ids do not need return at once, as the host does not know them
+#include <cooperative_groups.h>
+
 #include <stdexcept>
+#include <utility>
 
 #include "core/cuda_check.h"
 #include "hash/block_radix.cuh"
@@ -11,7 +17,11 @@
 namespace flashmsa::hash {
 namespace {
 
-constexpr int32_t kMaxBlockLength = 32768;
+constexpr int32_t kSegmentItems = 4;
+constexpr int32_t kMaxSegmentLength = kSegmentItems * kSortThreads;
+constexpr int32_t kClusterCtas = 8;
+constexpr int32_t kMaxClusterItems = 8;
+constexpr int32_t kMaxClusterLength = kMaxClusterItems * kSortThreads * kClusterCtas;
 
 // ---- One CTA a segment
 
@@ -21,9 +31,9 @@ struct SegmentStorage {
   int32_t lowest[kSortWarps], highest[kSortWarps];
 };
 
-// Loads the segment and returns its smallest and largest bucket.
+// Loads `length` keys and returns the smallest and the largest, (INT32_MAX, INT32_MIN) of none.
 template <int kItems>
-__device__ __forceinline__ int2 load_segment(SegmentStorage<kItems>& s, const int32_t* bucket, int32_t length) {
+__device__ __forceinline__ int2 load_keys(SegmentStorage<kItems>& s, const int32_t* bucket, int32_t length) {
   const int32_t warp = threadIdx.x / 32;
   const int32_t lane = threadIdx.x % 32;
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
@@ -47,13 +57,12 @@ __device__ __forceinline__ int2 load_segment(SegmentStorage<kItems>& s, const in
   return {__reduce_min_sync(~0u, s.lowest[lane]), __reduce_max_sync(~0u, s.highest[lane])};
 }
 
-template <int kItems>
 __global__ void __launch_bounds__(kSortThreads, 1) sort_segment_kernel(const SortParams p) {
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& s = *reinterpret_cast<SegmentStorage<kItems>*>(memory);
+  auto& s = *reinterpret_cast<SegmentStorage<kSegmentItems>*>(memory);
   const int64_t segment = blockIdx.x;
   int32_t* order = p.order + segment * p.length;
-  const int2 extremes = load_segment(s, p.bucket.row(segment / p.heads, segment % p.heads), p.length);
+  const int2 extremes = load_keys(s, p.bucket.row(segment / p.heads, segment % p.heads), p.length);
   const Digits digits = digits_of(key_of(extremes.y, extremes.x));
   if (digits.passes == 0) {
     for (int32_t i = threadIdx.x; i < p.length; i += kSortThreads) order[i] = i;
@@ -66,13 +75,131 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_segment_kernel(const Sor
   for (int32_t i = threadIdx.x; i < p.length; i += kSortThreads) order[i] = s.radix.sorted[i];
 }
 
-template <int kItems>
 void launch_segments(const SortParams& p, cudaStream_t stream) {
-  constexpr int32_t kBytes = sizeof(SegmentStorage<kItems>);
+  constexpr int32_t kBytes = sizeof(SegmentStorage<kSegmentItems>);
+  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(sort_segment_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  sort_segment_kernel<<<p.batch * p.heads, kSortThreads, kBytes, stream>>>(p);
+  FLASHMSA_CHECK_CUDA(cudaGetLastError());
+}
+
+// ---- A cluster a segment
+
+template <int kItems>
+struct ClusterStorage {
+  SegmentStorage<kItems> segment;
+  int32_t index[kItems * kSortThreads];  // of each key in the segment, from the second pass on
+  int2 extremes[kClusterCtas];  // written by each CTA of the cluster
+  int32_t counts[kClusterCtas][kMaxDigits];  // of each digit; the same
+  int32_t target[kMaxDigits];  // where this CTA's keys of a digit go, less their local start
+  int32_t warp_sums[kMaxDigits / 32];
+};
+
+// The smallest and largest of the cluster's keys.
+template <int kItems>
+__device__ __forceinline__ int2 share_extremes(const cooperative_groups::cluster_group& cluster,
+                                               ClusterStorage<kItems>& s, const int2& own) {
+  if (threadIdx.x < kClusterCtas) {
+    *cluster.map_shared_rank(&s.extremes[cluster.block_rank()], threadIdx.x) = own;
+  }
+  cluster.sync();
+  int2 all = s.extremes[0];
+#pragma unroll
+  for (int32_t rank = 1; rank < kClusterCtas; ++rank) {
+    all.x = min_of(all.x, s.extremes[rank].x);
+    all.y = max_of(all.y, s.extremes[rank].y);
+  }
+  return all;
+}
+
+// Fills `target`, of the digits that a pass has ranked: by lower digits first, then by lower ranks.
+template <int kItems>
+__device__ __forceinline__ void share_counts(const cooperative_groups::cluster_group& cluster,
+                                             ClusterStorage<kItems>& s, int32_t length, int32_t digits) {
+  const auto& start = s.segment.radix.digit_start;
+  const int32_t rank = static_cast<int32_t>(cluster.block_rank());
+  for (int32_t i = threadIdx.x; i < kClusterCtas * digits; i += kSortThreads) {
+    const int32_t digit = i % digits;
+    const int32_t next = digit + 1 < digits ? start[digit + 1] : length;
+    *cluster.map_shared_rank(&s.counts[rank][digit], i / digits) = next - start[digit];
+  }
+  // SYNC: every CTA has read what the next pass overwrites, and every count is there.
+  cluster.sync();
+  const int32_t digit = threadIdx.x;
+  const int32_t lane = threadIdx.x % 32;
+  int32_t total = 0, before = 0, inclusive = 0;
+  if (threadIdx.x < kMaxDigits) {
+#pragma unroll
+    for (int32_t other = 0; other < kClusterCtas; ++other) {
+      const int32_t count = digit < digits ? s.counts[other][digit] : 0;
+      if (other < rank) before += count;
+      total += count;
+    }
+    inclusive = warp_inclusive_sum(total, lane);
+    if (lane == 31) s.warp_sums[digit / 32] = inclusive;
+  }
+  __syncthreads();
+  if (digit < digits) {
+    for (int32_t warp = 0; warp < digit / 32; ++warp) before += s.warp_sums[warp];
+    s.target[digit] = before + inclusive - total - start[digit];
+  }
+  __syncthreads();
+}
+
+template <int kItems>
+__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kSortThreads, 1)
+    sort_cluster_kernel(const SortParams p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& s = *reinterpret_cast<ClusterStorage<kItems>*>(memory);
+  auto& radix = s.segment.radix;
+  const auto cluster = cooperative_groups::this_cluster();
+  // SYNC: a CTA's shared memory may be written to once it runs.
+  auto started = cluster.barrier_arrive();
+  const int64_t segment = blockIdx.x / kClusterCtas;
+  const int32_t chunk = ceil_div(p.length, kClusterCtas);
+  const int32_t first = min_of(chunk * static_cast<int32_t>(cluster.block_rank()), p.length);
+  const int32_t count = min_of(chunk, p.length - first);
+  const int32_t* bucket = p.bucket.row(segment / p.heads, segment % p.heads);
+  int32_t* order = p.order + segment * p.length;
+  const int2 own = load_keys(s.segment, bucket + first, count);
+  cluster.barrier_wait(std::move(started));
+  const int2 extremes = share_extremes(cluster, s, own);
+  const Digits digits = digits_of(key_of(extremes.y, extremes.x));
+  if (digits.passes == 0) {
+    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) order[first + i] = first + i;
+    return;
+  }
+  for (int32_t pass = 0; pass < digits.passes; ++pass) {
+    const int32_t shift = pass * digits.bits;
+    if (pass > 0) {
+      // SYNC: the pass before has written all of `order`.
+      cluster.sync();
+#pragma unroll
+      for (int32_t k = 0; k < kItems; ++k) {
+        const int32_t at = k * kSortThreads + threadIdx.x;
+        if (at < count) {
+          s.index[at] = order[first + at];
+          radix.keys[at] = static_cast<uint32_t>(bucket[s.index[at]]);
+        }
+      }
+    }
+    // Begins with a barrier.
+    radix_pass<true>(radix, count, extremes.x, shift, digits.bits);
+    share_counts(cluster, s, count, 1 << digits.bits);
+    for (int32_t i = threadIdx.x; i < count; i += kSortThreads) {
+      const int32_t place = radix.sorted[i];
+      const int32_t digit = digit_of(key_of(static_cast<int32_t>(radix.keys[place]), extremes.x), shift, digits.bits);
+      order[s.target[digit] + i] = pass == 0 ? first + place : s.index[place];
+    }
+  }
+}
+
+template <int kItems>
+void launch_clusters(const SortParams& p, cudaStream_t stream) {
+  constexpr int32_t kBytes = sizeof(ClusterStorage<kItems>);
   static_assert(kBytes <= 227 * 1024, "more than an SM's shared memory");
   FLASHMSA_CHECK_CUDA(
-      cudaFuncSetAttribute(sort_segment_kernel<kItems>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  sort_segment_kernel<kItems><<<p.batch * p.heads, kSortThreads, kBytes, stream>>>(p);
+      cudaFuncSetAttribute(sort_cluster_kernel<kItems>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  sort_cluster_kernel<kItems><<<p.batch * p.heads * kClusterCtas, kSortThreads, kBytes, stream>>>(p);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }
 
@@ -260,20 +387,19 @@ void launch_chunks(const SortParams& sort, void* workspace, cudaStream_t stream)
 }  // namespace
 
 size_t sort_workspace_size(const SortParams& p) {
-  if (p.length <= kMaxBlockLength) return 0;
+  if (p.length <= kMaxClusterLength) return 0;
   return extremes_bytes(p) + histogram_bytes(p) + aligned(segments_of(p) * p.length * sizeof(int32_t));
 }
 
 void sort_buckets(const SortParams& p, void* workspace, void* stream_handle) {
   cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
   if (segments_of(p) == 0 || p.length == 0) return;
-  if (segments_of(p) * ceil_div(p.length, kChunk) > INT32_MAX) {
-    throw std::runtime_error("flashmsa: more than 2^31 chunks of buckets in one sort; split the batch");
-  }
-  if (p.length <= 4 * kSortThreads) return launch_segments<4>(p, stream);
-  if (p.length <= 8 * kSortThreads) return launch_segments<8>(p, stream);
-  if (p.length <= 16 * kSortThreads) return launch_segments<16>(p, stream);
-  if (p.length <= kMaxBlockLength) return launch_segments<32>(p, stream);
+  const int64_t ctas = segments_of(p) * max_of(ceil_div(p.length, kChunk), kClusterCtas);
+  if (ctas > INT32_MAX) throw std::runtime_error("flashmsa: too many buckets in one sort; split the batch");
+  if (p.length <= kMaxSegmentLength) return launch_segments(p, stream);
+  if (p.length <= kMaxClusterLength / 4) return launch_clusters<kMaxClusterItems / 4>(p, stream);
+  if (p.length <= kMaxClusterLength / 2) return launch_clusters<kMaxClusterItems / 2>(p, stream);
+  if (p.length <= kMaxClusterLength) return launch_clusters<kMaxClusterItems>(p, stream);
   launch_chunks(p, workspace, stream);
 }
 

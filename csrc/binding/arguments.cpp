@@ -105,6 +105,180 @@ void check_offsets(const char* name, const at::Tensor& offsets, const Int& batch
                     "; one-dimensional offsets are shared by the whole batch");
 }
 
+constexpr size_t kBandInts = 9;
+constexpr size_t kCompositeInts = 2 * kBandInts + 2;
+
+template <class Int>
+struct MaskCheck {
+  at::IntArrayRef ints;
+  at::TensorList tensors;
+  at::Device device;
+  const Extent<Int>& extent;
+
+  void expect(const char* name, size_t int_count, size_t tensor_count) const {
+    TORCH_CHECK_VALUE(ints.size() == int_count && tensors.size() == tensor_count, "mask: ", name, " takes ", int_count,
+                      " ints and ", tensor_count, " tensors, got ", ints.size(), " and ", tensors.size());
+  }
+
+  void flag(const char* name, const char* what) const {
+    TORCH_CHECK_VALUE(ints[0] == 0 || ints[0] == 1, "mask: ", name, "'s ", what, " flag is ", ints[0],
+                      "; must be 0 or 1");
+  }
+
+  void range(const char* name, const char* what, size_t at, int64_t low) const {
+    TORCH_CHECK_VALUE(ints[at] >= low && ints[at] <= kUnbounded, "mask: ", name, "'s ", what, " is ", ints[at],
+                      "; must be from ", low, " to ", kUnbounded, low == 0 ? " (no bound)" : "");
+  }
+
+  // An int32 tensor of this mask.
+  const at::Tensor& int32(const char* name, size_t at, int64_t dim, const char* shape) const {
+    const at::Tensor& tensor = tensors[at];
+    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt, "mask ", name, ": dtype ", dtype_name(tensor.scalar_type()),
+                     " is not supported; must be torch.int32");
+    TORCH_CHECK_VALUE(tensor.device() == device, "mask ", name, ": on ", tensor.device(), ", q is on ", device,
+                      "; move the mask with mask.to(q.device)");
+    TORCH_CHECK_VALUE(tensor.dim() == dim, "mask ", name, ": ", tensor.dim(), " dimensions, shape ", tensor.sym_sizes(),
+                      "; must be ", shape);
+    return tensor;
+  }
+
+  void size(const char* name, size_t at, int64_t dim, const Int& want, const char* whose) const {
+    const auto sizes = at::symint::sizes<Int>(tensors[at]);
+    TORCH_CHECK_VALUE(sizes[dim] == want, "mask ", name, ": shape ", tensors[at].sym_sizes(), " does not match ", whose,
+                      " ", want);
+  }
+
+  void size_or_one(const char* name, size_t at, int64_t dim, const Int& want, const char* whose) const {
+    const auto sizes = at::symint::sizes<Int>(tensors[at]);
+    TORCH_CHECK_VALUE(sizes[dim] == 1 || sizes[dim] == want, "mask ", name, ": shape ", tensors[at].sym_sizes(),
+                      " does not match ", whose, " ", want, "; 1 is shared by all");
+  }
+
+  void offsets(size_t first) const {
+    check_offsets<Int>("offsets", tensors[first], extent.batch, device);
+    check_offsets<Int>("kv_offsets", tensors[first + 1], extent.batch, device);
+    TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[first]) == at::symint::sizes<Int>(tensors[first + 1]),
+                      "mask kv_offsets: shape ", tensors[first + 1].sym_sizes(), " does not match offsets' ",
+                      tensors[first].sym_sizes());
+  }
+
+  // (1 or batch, 1 or heads, length)
+  void plane(const char* name, size_t at, const Int& heads, const Int& length, const char* whose) const {
+    int32(name, at, 3, "(batch or 1, heads or 1, length)");
+    size_or_one(name, at, 0, extent.batch, "the batch of");
+    size_or_one(name, at, 1, heads, "the heads:");
+    const std::string length_of = std::string(whose) + "'s length";
+    size(name, at, 2, length, length_of.c_str());
+  }
+
+  int64_t flags() const { return ints.size() < kCompositeInts ? 0 : ints[2 * kBandInts]; }
+
+  size_t composite_tensors(const char* name) const {
+    TORCH_CHECK_VALUE(flags() >= 0 && flags() < 256, "mask: ", name, "'s flags are ", flags(),
+                      "; must be from 0 to 255");
+    size_t count = (flags() & kDocuments) != 0 ? 2 : 0;
+    for (const int64_t bit : {kKvUsed, kGlobalPrefixEnd, kGlobalPrefixStart, kLocalPrefixEnd, kLocalPrefixStart}) {
+      count += (flags() & bit) != 0;
+    }
+    return count;
+  }
+
+  void composite(const char* name) const {
+    for (size_t at = 0; at < 2 * kBandInts; ++at) range(name, "bound", at, 0);
+    const bool documents = (flags() & kDocuments) != 0;
+    TORCH_CHECK_VALUE(documents || (flags() & (kKvUsed | kLocalPrefixEnd | kLocalPrefixStart)) == 0, "mask: ", name,
+                      "'s flags ", flags(), " need documents");
+    size_t at = 0;
+    if (documents) offsets(0), at = 2;
+    const auto one_per = [&](int64_t bit, const char* what, bool document) {
+      if ((flags() & bit) == 0) return;
+      int32(what, at, 1, document ? "(documents,)" : "(batch,)");
+      if (document) {
+        TORCH_CHECK_VALUE(tensors[0].dim() == 1, "mask ", what, ": one per document, but offsets have shape ",
+                          tensors[0].sym_sizes(), "; must be (documents + 1,)");
+        size(what, at, 0, at::symint::sizes<Int>(tensors[0])[0] - 1, "the number of documents");
+      } else {
+        size(what, at, 0, extent.batch, "the batch of");
+      }
+      ++at;
+    };
+    one_per(kKvUsed, "seqused_k", true);
+    one_per(kGlobalPrefixEnd, "prefix", false);
+    one_per(kGlobalPrefixStart, "prefix", false);
+    one_per(kLocalPrefixEnd, "prefix", true);
+    one_per(kLocalPrefixStart, "prefix", true);
+  }
+
+  // A block mask's list; its tensors begin at `first`.
+  void list(size_t first) const {
+    const int64_t block_q = ints[kCompositeInts], block_kv = ints[kCompositeInts + 1];
+    for (const int64_t block : {block_q, block_kv}) {
+      TORCH_CHECK_VALUE(block > 0 && block % 64 == 0 && block <= kMaxLength, "mask: BlockSparse's block_size is ",
+                        block_q, " x ", block_kv, "; must be multiples of 64");
+    }
+    const Int rows = (extent.len_q + (block_q - 1)) / block_q, columns = (extent.len_kv + (block_kv - 1)) / block_kv;
+    TORCH_CHECK_VALUE(rows == ints[kCompositeInts + 2] && columns == ints[kCompositeInts + 3], "mask: ",
+                      ints[kCompositeInts + 2], " x ", ints[kCompositeInts + 3], " blocks of ", block_q, " x ", block_kv,
+                      " do not fit ", extent.len_q, " queries and ", extent.len_kv, " keys; must be ", rows, " x ",
+                      columns);
+    const Int cell_rows = (extent.len_q + 127) / 128;
+    int32("row_start", first, 3, "(batch or 1, heads or 1, cell rows + 1)");
+    int32("whole_count", first + 1, 3, "(batch or 1, heads or 1, cell rows)");
+    for (const size_t at : {first, first + 1}) {
+      size_or_one("blocks", at, 0, extent.batch, "the batch of");
+      size_or_one("blocks", at, 1, extent.heads_q, "the heads:");
+    }
+    size("row_start", first, 2, cell_rows + 1, "the cell rows + 1:");
+    size("whole_count", first + 1, 2, cell_rows, "the cell rows:");
+    TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[first])[0] == at::symint::sizes<Int>(tensors[first + 1])[0] &&
+                          at::symint::sizes<Int>(tensors[first])[1] == at::symint::sizes<Int>(tensors[first + 1])[1],
+                      "mask whole_count: shape ", tensors[first + 1].sym_sizes(), " does not match row_start's ",
+                      tensors[first].sym_sizes());
+    int32("cells", first + 2, 1, "(capacity,)");
+    int32("detail", first + 3, 1, "(capacity,)");
+    size("detail", first + 3, 0, at::symint::sizes<Int>(tensors[first + 2])[0], "cells'");
+    int32("bits", first + 4, 3, "(tiles, 128, 4)");
+    size("bits", first + 4, 1, Int(128), "the rows of a cell:");
+    size("bits", first + 4, 2, Int(4), "the words of a row:");
+    for (size_t at = first; at < first + 5; ++at) {
+      TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[at])[0] <= kUnbounded, "mask: BlockSparse's list is above the limit of ",
+                        kUnbounded, " entries");
+      TORCH_CHECK_VALUE(tensors[at].is_contiguous(), "mask: BlockSparse's list must be contiguous, as it is made");
+    }
+  }
+};
+
+// softcap, sinks and alibi_slopes.
+template <class Int>
+void check_options(const Arguments& args, const Int& batch, const Int& heads) {
+  const bool finite = args.q.scalar_type() == at::kDouble ? std::isfinite(args.softcap)
+                                                          : std::isfinite(static_cast<float>(args.softcap));
+  TORCH_CHECK_VALUE(finite && args.softcap >= 0.0, "softcap: ", args.softcap,
+                    " is not supported; must be positive and finite in fp32, or 0 for none");
+  const auto check = [&](const char* name, const std::optional<at::Tensor>& tensor) {
+    TORCH_CHECK_TYPE(tensor->scalar_type() == at::kFloat, name, ": dtype ", dtype_name(tensor->scalar_type()),
+                     " is not supported; must be torch.float32");
+    TORCH_CHECK_VALUE(tensor->device() == args.q.device(), name, ": on ", tensor->device(), ", q is on ",
+                      args.q.device(), "; all on one device");
+  };
+  if (args.sinks.has_value()) {
+    check("sinks", args.sinks);
+    TORCH_CHECK_VALUE(args.sinks->dim() == 1 && at::symint::sizes<Int>(*args.sinks)[0] == heads, "sinks: shape ",
+                      args.sinks->sym_sizes(), "; must be (", heads, ",), one per head of q");
+  }
+  if (args.alibi_slopes.has_value()) {
+    check("alibi_slopes", args.alibi_slopes);
+    const auto sizes = at::symint::sizes<Int>(*args.alibi_slopes);
+    const bool good = (sizes.size() == 1 && sizes[0] == heads) ||
+                      (sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads);
+    TORCH_CHECK_VALUE(good, "alibi_slopes: shape ", args.alibi_slopes->sym_sizes(), "; must be (", heads, ",) or (",
+                      batch, ", ", heads, ")");
+    TORCH_CHECK_NOT_IMPLEMENTED(args.mask != static_cast<int64_t>(MaskKind::kHash),
+                                "alibi_slopes: not implemented with HashBucket, whose rows are sorted; "
+                                "backend=\"torch\" has them");
+  }
+}
+
 // Whether two elements of `tensor` may share memory. Conservative: true also for interleavings that do not collide.
 bool may_overlap_itself(const at::Tensor& tensor) {
   if (tensor.numel() < 2) return false;
@@ -154,36 +328,45 @@ DType core_dtype(at::ScalarType dtype) {
 }
 
 template <class Int>
-void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, const Int& batch,
-                at::Device device) {
-  const auto expect = [&](const char* name, size_t ints, size_t tensors) {
-    TORCH_CHECK_VALUE(mask_ints.size() == ints && mask_tensors.size() == tensors, "mask: ", name, " takes ", ints,
-                      " ints and ", tensors, " tensors, got ", mask_ints.size(), " and ", mask_tensors.size());
-    TORCH_CHECK_VALUE(ints == 0 || mask_ints[0] == 0 || mask_ints[0] == 1, "mask: ", name, "'s flag is ", mask_ints[0],
-                      "; must be 0 or 1");
-  };
-  switch (mask) {
-    case static_cast<int64_t>(MaskKind::kDense):
-      return expect("Dense", 0, 0);
-    case static_cast<int64_t>(MaskKind::kCausal):
-      return expect("Causal", 1, 0);
-    case static_cast<int64_t>(MaskKind::kBand):
-      expect("Band", 4, 0);
-      for (size_t bound = 1; bound < 4; ++bound) {
-        TORCH_CHECK_VALUE(mask_ints[bound] >= 0 && mask_ints[bound] <= INT32_MAX, "mask: Band's bound ", bound, " is ",
-                          mask_ints[bound], "; must be from 0 to 2147483647 (no bound)");
-      }
-      return;
-    case static_cast<int64_t>(MaskKind::kDocument):
-      expect("Document", 1, 2);
-      check_offsets<Int>("offsets", mask_tensors[0], batch, device);
-      check_offsets<Int>("kv_offsets", mask_tensors[1], batch, device);
-      TORCH_CHECK_VALUE(at::symint::sizes<Int>(mask_tensors[0]) == at::symint::sizes<Int>(mask_tensors[1]),
-                        "mask kv_offsets: shape ", mask_tensors[1].sym_sizes(), " does not match offsets' ",
-                        mask_tensors[0].sym_sizes());
-      return;
+void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, at::Device device,
+                const Extent<Int>& extent) {
+  const MaskCheck<Int> check{mask_ints, mask_tensors, device, extent};
+  switch (static_cast<MaskKind>(mask)) {
+    case MaskKind::kDense:
+      return check.expect("Dense", 0, 0);
+    case MaskKind::kCausal:
+      check.expect("Causal", 1, 0);
+      return check.flag("Causal", "top_left");
+    case MaskKind::kDocument:
+      check.expect("Document", 1, 2);
+      check.flag("Document", "causal");
+      return check.offsets(0);
+    case MaskKind::kComposite:
+      check.expect("Composite", kCompositeInts, check.composite_tensors("Composite"));
+      return check.composite("Composite");
+    case MaskKind::kDilated:
+      check.expect("DilatedWindow", 4, 0);
+      check.flag("DilatedWindow", "top_left");
+      check.range("DilatedWindow", "left", 1, 0);
+      check.range("DilatedWindow", "right", 2, 0);
+      return check.range("DilatedWindow", "dilation", 3, 1);
+    case MaskKind::kHash:
+      check.expect("HashBucket", 1, 4);
+      check.flag("HashBucket", "causal");
+      check.plane("q_bucket's order", 0, extent.heads_q, extent.len_q, "q");
+      check.plane("kv_bucket's order", 1, extent.heads_kv, extent.len_kv, "k");
+      check.plane("row_begin", 2, extent.heads_q, extent.len_q, "q");
+      return check.plane("row_end", 3, extent.heads_q, extent.len_q, "q");
+    case MaskKind::kBlockSparse: {
+      const size_t tensors = check.composite_tensors("BlockSparse");
+      check.expect("BlockSparse", kCompositeInts + 4, tensors + 5);
+      check.composite("BlockSparse");
+      return check.list(tensors);
+    }
   }
-  TORCH_CHECK_VALUE(false, "mask: kind ", mask, " is unknown; must be 0 (Dense), 1 (Causal), 2 (Document) or 3 (Band)");
+  TORCH_CHECK_VALUE(false, "mask: kind ", mask,
+                    " is unknown; must be 0 (Dense), 1 (Causal), 2 (Document), 3 (Composite), 4 (DilatedWindow), 5 "
+                    "(HashBucket) or 6 (BlockSparse)");
 }
 
 template <class Int>
@@ -200,7 +383,10 @@ void check_arguments(const Arguments& args) {
     TORCH_CHECK_VALUE(finite, "scale: ", *args.scale, " is not finite in fp32; must be finite, the default is 1/sqrt(",
                       at::symint::sizes<Int>(args.q)[3], ")");
   }
-  check_mask<Int>(args.mask, args.mask_ints, args.mask_tensors, at::symint::sizes<Int>(args.q)[0], args.q.device());
+  const auto q = at::symint::sizes<Int>(args.q);
+  const auto k = at::symint::sizes<Int>(args.k);
+  check_options<Int>(args, q[0], q[1]);
+  check_mask<Int>(args.mask, args.mask_ints, args.mask_tensors, args.q.device(), {q[0], q[1], k[1], q[2], k[2]});
 }
 
 template <class Int>
@@ -235,8 +421,10 @@ void check_out(const Arguments& args, const at::Tensor& out) {
 bool takes_result_directly(const Arguments& args, const at::Tensor& out, Rows rows) {
   if (!fits(out, rows)) return false;
   if (ranges_meet(out, args.q) || ranges_meet(out, args.k) || ranges_meet(out, args.v)) return false;
+  if (args.sinks.has_value() && ranges_meet(out, *args.sinks)) return false;
+  if (args.alibi_slopes.has_value() && ranges_meet(out, *args.alibi_slopes)) return false;
   return std::none_of(args.mask_tensors.begin(), args.mask_tensors.end(),
-                      [&](const at::Tensor& offsets) { return ranges_meet(out, offsets); });
+                      [&](const at::Tensor& tensor) { return ranges_meet(out, tensor); });
 }
 
 bool fits(const at::Tensor& tensor, Rows rows) {
@@ -263,30 +451,126 @@ TensorRef tensor_ref(const at::Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), stride(0, 0), stride(1, 0), stride(2, tensor.size(3))};
 }
 
-MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors,
-                   std::array<at::Tensor, 2>& offsets) {
-  MaskArgs result;
-  result.kind = static_cast<MaskKind>(mask);
-  if (result.kind == MaskKind::kCausal || result.kind == MaskKind::kBand) result.top_left = mask_ints[0] != 0;
-  if (result.kind == MaskKind::kBand) {
-    result.left = static_cast<int32_t>(mask_ints[1]);
-    result.right = static_cast<int32_t>(mask_ints[2]);
-    result.prefix = static_cast<int32_t>(mask_ints[3]);
-  }
-  if (result.kind != MaskKind::kDocument) return result;
+namespace {
 
-  result.causal = mask_ints[0] != 0;
-  const at::Tensor& q = mask_tensors[0];
-  const at::Tensor& kv = mask_tensors[1];
+// q_offsets and kv_offsets into the mask. One stride serves both, so tensors that differ in theirs are copied.
+void set_documents(MaskArgs& result, const at::Tensor& q, const at::Tensor& kv, std::vector<at::Tensor>& held) {
   result.num_documents = static_cast<int32_t>(q.size(-1) - 1);
-  // One stride serves both, so tensors that differ in theirs are copied.
   const auto unit = [](const at::Tensor& t) { return t.size(-1) == 1 || t.stride(-1) == 1; };
   const bool as_they_are = unit(q) && unit(kv) && (q.dim() == 1 || q.stride(0) == kv.stride(0));
-  offsets[0] = as_they_are ? q : q.contiguous();
-  offsets[1] = as_they_are ? kv : kv.contiguous();
-  result.q_offsets = offsets[0].const_data_ptr<int32_t>();
-  result.kv_offsets = offsets[1].const_data_ptr<int32_t>();
-  result.offsets_stride = q.dim() == 2 && q.size(0) > 1 ? offsets[0].stride(0) : 0;
+  const at::Tensor& q_offsets = held.emplace_back(as_they_are ? q : q.contiguous());
+  result.q_offsets = q_offsets.const_data_ptr<int32_t>();
+  result.offsets_stride = q.dim() == 2 && q.size(0) > 1 ? q_offsets.stride(0) : 0;
+  result.kv_offsets = held.emplace_back(as_they_are ? kv : kv.contiguous()).const_data_ptr<int32_t>();
+}
+
+const int32_t* dense_ints(const at::Tensor& tensor, std::vector<at::Tensor>& held) {
+  return held.emplace_back(tensor.contiguous()).const_data_ptr<int32_t>();
+}
+
+BandArgs make_band(at::IntArrayRef ints) {
+  BandArgs band;
+  const auto pair = [&](size_t at, int32_t(&to)[2]) {
+    to[0] = static_cast<int32_t>(ints[at]);
+    to[1] = static_cast<int32_t>(ints[at + 1]);
+  };
+  pair(0, band.left);
+  pair(2, band.right);
+  pair(4, band.prefix);
+  band.keep_first = static_cast<int32_t>(ints[6]);
+  pair(7, band.outer);
+  return band;
+}
+
+// Returns how many tensors it took.
+size_t set_composite(MaskArgs& result, at::IntArrayRef ints, at::TensorList tensors, std::vector<at::Tensor>& held) {
+  result.global = make_band(ints.slice(0, kBandInts));
+  result.local = make_band(ints.slice(kBandInts, kBandInts));
+  const int64_t flags = ints[2 * kBandInts];
+  size_t at = 0;
+  if ((flags & kDocuments) != 0) set_documents(result, tensors[0], tensors[1], held), at = 2;
+  const auto take = [&](int64_t bit, const int32_t*& to) {
+    if ((flags & bit) != 0) to = dense_ints(tensors[at++], held);
+  };
+  take(kKvUsed, result.kv_used);
+  take(kGlobalPrefixEnd, result.global.prefixes[0]);
+  take(kGlobalPrefixStart, result.global.prefixes[1]);
+  take(kLocalPrefixEnd, result.local.prefixes[0]);
+  take(kLocalPrefixStart, result.local.prefixes[1]);
+  result.positions_local = (flags & kLocalPositions) != 0;
+  result.positions_top_left = (flags & kStartPositions) != 0;
+  return at;
+}
+
+// (batch or 1, heads or 1, length) with a unit last stride.
+const int32_t* set_plane(const at::Tensor& tensor, int64_t& stride_batch, int64_t& stride_head,
+                         std::vector<at::Tensor>& held) {
+  const bool unit = tensor.size(2) <= 1 || tensor.stride(2) == 1;
+  const at::Tensor& plane = held.emplace_back(unit ? tensor : tensor.contiguous());
+  stride_batch = plane.size(0) > 1 ? plane.stride(0) : 0;
+  stride_head = plane.size(1) > 1 ? plane.stride(1) : 0;
+  return plane.const_data_ptr<int32_t>();
+}
+
+void set_list(MaskArgs& result, at::TensorList tensors, std::vector<at::Tensor>& held) {
+  for (const at::Tensor& tensor : tensors) held.push_back(tensor);
+  const at::Tensor& whole = tensors[1];
+  CellListArgs& list = result.list;
+  list.row_start = tensors[0].const_data_ptr<int32_t>();
+  list.whole_count = whole.const_data_ptr<int32_t>();
+  list.cells = tensors[2].const_data_ptr<int32_t>();
+  list.detail = tensors[3].const_data_ptr<int32_t>();
+  list.tiles = static_cast<int32_t>(tensors[4].size(0));
+  list.bits = list.tiles > 0 ? tensors[4].const_data_ptr<int32_t>() : nullptr;
+  list.rows = static_cast<int32_t>(whole.size(2));
+  list.capacity = static_cast<int32_t>(tensors[2].size(0));
+  list.stride_batch = whole.size(0) > 1 ? static_cast<int32_t>(whole.size(1)) : 0;
+  list.stride_head = whole.size(1) > 1 ? 1 : 0;
+}
+
+}  // namespace
+
+MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors,
+                   std::vector<at::Tensor>& held) {
+  MaskArgs result;
+  result.kind = static_cast<MaskKind>(mask);
+  switch (result.kind) {
+    case MaskKind::kDense:
+      break;
+    case MaskKind::kCausal:
+      result.top_left = mask_ints[0] != 0;
+      break;
+    case MaskKind::kDocument:
+      result.causal = mask_ints[0] != 0;
+      set_documents(result, mask_tensors[0], mask_tensors[1], held);
+      break;
+    case MaskKind::kComposite:
+      set_composite(result, mask_ints, mask_tensors, held);
+      break;
+    case MaskKind::kDilated:
+      result.top_left = mask_ints[0] != 0;
+      result.left = static_cast<int32_t>(mask_ints[1]);
+      result.right = static_cast<int32_t>(mask_ints[2]);
+      result.dilation = static_cast<int32_t>(mask_ints[3]);
+      break;
+    case MaskKind::kHash: {
+      result.causal = mask_ints[0] != 0;
+      result.q_order = set_plane(mask_tensors[0], result.q_order_stride_batch, result.q_order_stride_head, held);
+      result.kv_order = set_plane(mask_tensors[1], result.kv_order_stride_batch, result.kv_order_stride_head, held);
+      // One pair of strides serves both ends.
+      const at::Tensor begin = mask_tensors[2].contiguous(), end = mask_tensors[3].contiguous();
+      TORCH_CHECK_VALUE(begin.sizes() == end.sizes(), "mask row_end: shape ", end.sizes(),
+                        " does not match row_begin's ", begin.sizes());
+      result.row_begin = set_plane(begin, result.row_stride_batch, result.row_stride_head, held);
+      result.row_end = set_plane(end, result.row_stride_batch, result.row_stride_head, held);
+      break;
+    }
+    case MaskKind::kBlockSparse: {
+      const size_t taken = set_composite(result, mask_ints, mask_tensors, held);
+      set_list(result, mask_tensors.slice(taken), held);
+      break;
+    }
+  }
   return result;
 }
 
@@ -311,14 +595,25 @@ Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& l
   p.out = tensor_ref(out);
   p.lse = lse.defined() && lse.numel() > 0 ? lse.mutable_data_ptr<float>() : nullptr;
   p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.mask = make_mask(args.mask, args.mask_ints, args.mask_tensors, call.offsets);
+  p.lse_stride_seq = 1;
+  p.lse_stride_head = p.len_q;
+  p.lse_stride_batch = int64_t{p.heads_q} * p.len_q;
+  p.softcap = args.softcap;
+  if (args.sinks.has_value()) p.sinks = call.held.emplace_back(args.sinks->contiguous()).const_data_ptr<float>();
+  if (args.alibi_slopes.has_value()) {
+    const at::Tensor& slopes = call.held.emplace_back(args.alibi_slopes->contiguous());
+    p.alibi_slopes = slopes.const_data_ptr<float>();
+    p.alibi_stride_batch = slopes.dim() == 2 ? p.heads_q : 0;
+  }
+  p.mask = make_mask(args.mask, args.mask_ints, args.mask_tensors, call.held);
   return call;
 }
 
 template void check_arguments<int64_t>(const Arguments&);
 template void check_arguments<c10::SymInt>(const Arguments&);
-template void check_mask<int64_t>(int64_t, at::IntArrayRef, at::TensorList, const int64_t&, at::Device);
-template void check_mask<c10::SymInt>(int64_t, at::IntArrayRef, at::TensorList, const c10::SymInt&, at::Device);
+template void check_mask<int64_t>(int64_t, at::IntArrayRef, at::TensorList, at::Device, const Extent<int64_t>&);
+template void check_mask<c10::SymInt>(int64_t, at::IntArrayRef, at::TensorList, at::Device,
+                                      const Extent<c10::SymInt>&);
 template void check_out<int64_t>(const Arguments&, const at::Tensor&);
 template void check_out<c10::SymInt>(const Arguments&, const at::Tensor&);
 template OutLayout<int64_t> out_layout<int64_t>(const Arguments&);

@@ -6,6 +6,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/params.h"
 
@@ -17,19 +18,28 @@ struct Arguments {
   const at::Tensor& k;         // (batch, heads_kv, len_kv, head_dim)
   const at::Tensor& v;         // (batch, heads_kv, len_kv, head_dim_v)
   int64_t mask;                // a MaskKind
-  at::IntArrayRef mask_ints;  // Dense [], Causal [top_left], Document [causal], Band [top_left, left, right, prefix]
-  at::TensorList mask_tensors;  // Document [q_offsets, kv_offsets]
+  at::IntArrayRef mask_ints;    // by kind, see make_mask
+  at::TensorList mask_tensors;  // the same
   std::optional<double> scale;  // nullopt: 1 / sqrt(head_dim)
+  double softcap;               // 0: none
+  const std::optional<at::Tensor>& sinks;         // (heads_q,) fp32
+  const std::optional<at::Tensor>& alibi_slopes;  // (heads_q,) or (batch, heads_q) fp32
+};
+
+// What a mask is applied to.
+template <class Int>
+struct Extent {
+  Int batch, heads_q, heads_kv, len_q, len_kv;
 };
 
 // Raises on whatever does not look at values in device memory. Int is int64_t, or c10::SymInt under a tracer.
 template <class Int>
 void check_arguments(const Arguments& args);
 
-// The mask's part of it; offsets live on `device` and, if two-dimensional, have `batch` rows.
+// The mask's part of it; its tensors live on `device`.
 template <class Int>
-void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, const Int& batch,
-                at::Device device);
+void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, at::Device device,
+                const Extent<Int>& extent);
 
 // `out` must be able to take the result: shape, dtype, device, each element a place of its own.
 template <class Int>
@@ -55,15 +65,34 @@ enum class Rows {
 struct Call {
   AttentionParams params;
   at::Tensor q, k, v;
-  std::array<at::Tensor, 2> offsets;
+  std::vector<at::Tensor> held;
 };
 
 // Of checked arguments. lse may be undefined.
 Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& lse, Rows rows);
 
-// MaskArgs of checked arguments; `offsets` keeps their pointers alive.
-MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors,
-                   std::array<at::Tensor, 2>& offsets);
+// MaskArgs of checked arguments; `held` keeps their pointers alive. By kind, ints and tensors:
+//   Dense        [] []
+//   Causal       [top_left] []
+//   Document     [causal] [q_offsets, kv_offsets]
+//   Composite    [two bands of left, right, prefix (two alignments each), keep_first, outer (two): the global one, the local
+//                one; flags; 0] [by flags: q_offsets, kv_offsets; kv_used; prefixes], see CompositeFlag
+//   Dilated      [top_left, left, right, dilation] []
+//   Hash         [causal] [q_order, kv_order, row_begin, row_end]
+//   BlockSparse  [Composite's; block_q, block_kv, blocks of queries, blocks of keys]
+//                [Composite's; row_start, whole_count, cells, detail, bits]
+MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, std::vector<at::Tensor>& held);
+
+enum CompositeFlag : int64_t {
+  kDocuments = 1,  // q_offsets, kv_offsets
+  kKvUsed = 2,     // of each document
+  kGlobalPrefixEnd = 4,  // one per batch, in place of the int; aligned at the end, at the start
+  kGlobalPrefixStart = 8,
+  kLocalPrefixEnd = 16,  // one per document
+  kLocalPrefixStart = 32,
+  kLocalPositions = 64,  // ALiBi counts inside documents
+  kStartPositions = 128  // and from the start
+};
 
 // Whether `tensor` can be used where it lies, and `tensor` or a copy of which that is true.
 bool fits(const at::Tensor& tensor, Rows rows);

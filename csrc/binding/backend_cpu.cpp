@@ -2,6 +2,8 @@
 #include <ATen/Parallel.h>
 
 #include "binding/backend.h"
+#include "binding/prepare.h"
+#include "binding/sorted_call.h"
 #include "cpu/forward.h"
 
 namespace flashmsa::binding {
@@ -15,7 +17,10 @@ void CpuBackend::run(Call& call) {
                                                   const std::function<void(int64_t, int64_t)>& body) {
     at::parallel_for(0, count, grain, body);
   };
-  cpu::attention_forward(call.params, parallel_for);
+  if (call.params.mask.kind != MaskKind::kHash) return cpu::attention_forward(call.params, parallel_for);
+  SortedCall<CpuBackend, CpuPrepare> sorted(call);
+  cpu::attention_forward(sorted.params(), parallel_for);
+  sorted.finish();
 }
 
 }  // namespace flashmsa::binding

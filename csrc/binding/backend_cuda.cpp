@@ -7,7 +7,10 @@
 #include <limits>
 
 #include "binding/backend.h"
+#include "binding/prepare.h"
+#include "binding/sorted_call.h"
 #include "fwd/forward.h"
+#include "mask/dilated.h"
 
 namespace flashmsa::binding {
 
@@ -47,7 +50,7 @@ const DeviceFacts& device_facts(at::Device device) { return all_device_facts().a
 void check_tile_count(const AttentionParams& p, const fwd::KernelInfo& kernel) {
   constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() - 65536;
   const int64_t row_blocks = ceil_div(p.len_q, kernel.block_q);
-  const int64_t slices = int64_t{p.batch} * p.heads_q;
+  const int64_t slices = int64_t{p.batch} * p.residues * p.heads_q;
   TORCH_CHECK_VALUE(slices <= kMaxTiles / row_blocks, "q: batch ", p.batch, " x ", p.heads_q, " heads x ", row_blocks,
                     " blocks of ", kernel.block_q, " rows are above the limit of ", kMaxTiles, "; split the batch");
 }
@@ -76,20 +79,42 @@ at::Tensor CudaBackend::empty(at::IntArrayRef sizes, at::IntArrayRef strides, at
                                                       c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype));
 }
 
-void CudaBackend::run(Call& call) {
-  const fwd::KernelInfo* kernel = fwd::find_kernel(call.params);
-  TORCH_CHECK_NOT_IMPLEMENTED(kernel != nullptr, "q: dtype ", dtype_name(call.q.scalar_type()), " with head_dim ",
-                              call.params.head_dim, " and ", call.params.head_dim_v,
+namespace {
+
+// A call with a kind that has kernels.
+void launch(const AttentionParams& params, at::Device device) {
+  if (params.len_q == 0) return;
+  const fwd::KernelInfo* kernel = fwd::find_kernel(params);
+  TORCH_CHECK_NOT_IMPLEMENTED(kernel != nullptr, "q: this dtype with head_dim ", params.head_dim, " and ",
+                              params.head_dim_v,
                               " has no sm90 kernel; torch.float16 and torch.bfloat16 have, and backend=\"torch\" runs "
                               "any dtype");
-  check_tile_count(call.params, *kernel);
-  make_scale_positive(call);
-  const int num_sms = device_facts(call.q.device()).num_sms;
-  const size_t bytes = fwd::workspace_size(call.params, num_sms);
+  check_tile_count(params, *kernel);
+  const int num_sms = device_facts(device).num_sms;
+  const size_t bytes = fwd::workspace_size(params, num_sms);
   // Freed on return, reused in stream order.
   const c10::DataPtr workspace = bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : c10::DataPtr();
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(call.q.device().index());
-  fwd::attention_forward(call.params, workspace.get(), num_sms, stream.stream());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device.index());
+  fwd::attention_forward(params, workspace.get(), num_sms, stream.stream());
+}
+
+}  // namespace
+
+void CudaBackend::run(Call& call) {
+  make_scale_positive(call);
+  const at::Device device = call.q.device();
+  switch (call.params.mask.kind) {
+    case MaskKind::kDilated:
+      for (const AttentionParams& part : mask::split_by_residue(call.params)) launch(part, device);
+      return;
+    case MaskKind::kHash: {
+      SortedCall<CudaBackend, CudaPrepare> sorted(call);
+      launch(sorted.params(), device);
+      return sorted.finish();
+    }
+    default:
+      return launch(call.params, device);
+  }
 }
 
 }  // namespace flashmsa::binding

@@ -28,6 +28,11 @@ enum class MaskKind : int32_t {
   kBlockSparse = 6
 };
 
+// The kind of the kernels that run a mask.
+constexpr MaskKind kernel_kind(MaskKind kind) {
+  return kind == MaskKind::kDilated || kind == MaskKind::kHash ? MaskKind::kComposite : kind;
+}
+
 inline constexpr int32_t kUnbounded = INT32_MAX;
 
 // Query i of len_q stands among len_kv keys at p_0 = i + len_kv - len_q (aligned at the end) and at p_1 = i (at the

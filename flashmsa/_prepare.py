@@ -19,7 +19,7 @@ _WORD = 32
 
 def bucket_sort(bucket: Tensor) -> Tensor:
     """The stable order that sorts each row of ``bucket`` int32 (B, H, S); int32 (B, H, S)."""
-    if _is_compiled("bucket_sort", bucket.device.type):
+    if _is_compiled("bucket_sort", bucket.device):
         return torch.ops.flashmsa.bucket_sort(bucket)
     return composed_bucket_sort(bucket)
 
@@ -33,7 +33,7 @@ def bucket_rows(
     bucket_sort's. B and H are those of both together; of the more heads, H / H' neighbours share one of the fewer.
     ``causal``: of the keys in its bucket a query sees those at or before i + len_kv - len_q.
     """
-    if _is_compiled("bucket_rows", q_bucket.device.type):
+    if _is_compiled("bucket_rows", q_bucket.device):
         return torch.ops.flashmsa.bucket_rows(q_bucket, q_order, kv_bucket, kv_order, causal, len_q, len_kv)
     return composed_bucket_rows(q_bucket, q_order, kv_bucket, kv_order, causal, len_q, len_kv)
 
@@ -63,16 +63,22 @@ def block_list(
     bits         int32 (tiles, 128, 4): bit k of word w of a row is key 32 w + k; (0, 128, 4) without bits_mask
     """
     arguments = (blocks, block_q, block_kv, len_q, len_kv, bits_mask, capacity, tile_capacity)
-    if _is_compiled("block_list", blocks.device.type):
+    if _is_compiled("block_list", blocks.device):
         return torch.ops.flashmsa.block_list(*arguments)
     return composed_block_list(*arguments)
 
 
 @cache
-def _is_compiled(name: str, device_type: str) -> bool:
-    key = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}.get(device_type)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return key is not None and hasattr(torch.ops.flashmsa, name) and has_kernel(f"flashmsa::{name}", key)
+def _is_compiled(name: str, device: torch.device) -> bool:
+    from .dispatch import machine_reason
+
+    key = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}.get(device.type)
+    if key is None or not hasattr(torch.ops.flashmsa, name):
+        return False
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"flashmsa::{name}", key):
+        return False
+    # NOTE: an operator for CUDA exists in every build, and its kernels run on compute capability 9.0 alone.
+    return key != "CUDA" or machine_reason(device.index) is None
 
 
 def composed_bucket_sort(bucket: Tensor) -> Tensor:

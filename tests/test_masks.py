@@ -347,6 +347,11 @@ def test_drawings_of_other_masks(mask: Mask) -> None:
                 assert line[2 * c] == ("█" if part.all() else "▒" if part.any() else "·")
 
 
+def test_masks_of_many_pairs_are_drawn_when_asked() -> None:
+    large = BlockSparse(torch.eye(100, dtype=torch.bool)[None, None])
+    assert str(large) == repr(large) and large.draw(12800, 12800, 2).splitlines() == ["▒▒··", "··▒▒"]
+
+
 def test_text_of_masks_without_rows_or_values() -> None:
     assert "nothing to draw" in str(Document([0]))
     meta = Document(torch.zeros(3, dtype=torch.int32, device="meta"))

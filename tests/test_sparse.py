@@ -24,6 +24,7 @@ from helpers import (
     poisoned_allocations,
     run,
     run_and_check,
+    skip_where_native_lacks,
     targets,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -336,3 +337,93 @@ def test_no_matrix_of_pairs_is_written_out(make) -> None:
         seen = mask._visible(16384, 16384).rows(slice(5000, 5200))
     assert 0.0 < share < 0.1 and 0 < int(seen.sum()) < seen.numel()
     assert seen.numel() <= largest.elements < 16384**2 // 50
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU: no waiting, and snapshots that a graph renews
+
+
+@pytest.fixture
+def no_waiting():
+    """Inside, torch raises where it waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_making_and_renewing_a_mask_does_not_wait(causal: bool, request: pytest.FixtureRequest) -> None:
+    q_bucket, kv_bucket = (random_buckets(2, 4, n, 9).cuda() for n in (300, 500))
+    blocks = (torch.rand(2, 4, 5, 8) < 0.5).cuda()
+    request.getfixturevalue("no_waiting")
+    buckets = HashBucket(q_bucket, kv_bucket, causal=causal)
+    listed = flashmsa.BlockSparse(blocks, (64, 64), capacity=120)
+    buckets.update(kv_bucket[..., :300], q_bucket.repeat(1, 1, 2)[..., :500])
+    listed.update(~blocks)
+    assert repr(listed & Causal()).startswith("BlockSparse(<bool (2, 4, 5, 8) on cuda:0>, (64, 64))")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_the_composed_backend_does_not_wait(family: str, request: pytest.FixtureRequest) -> None:
+    q, k, v = make_qkv(Target("torch", "cuda", torch.bfloat16), 2, (4, 2), 150, 300, 64)
+    mask = mask_for(family, 2, 150, 300, heads=(4, 2)).build("cuda")
+    flashmsa.attention(q, k, v, mask=mask, backend="torch")
+    request.getfixturevalue("no_waiting")
+    flashmsa.attention(q, k, v, mask=mask, backend="torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sm90", "torch"])
+@pytest.mark.parametrize("kind", ["hash", "blocks"])
+def test_a_captured_update_renews_the_mask(kind: str, backend: str) -> None:
+    """Case 30 for snapshots: capture update and call once, replay with other buckets or blocks."""
+    target = Target(backend, "cuda", torch.bfloat16)
+    q, k, v = make_qkv(target, 2, (4, 2), 300, 500, 64)
+    if kind == "hash":
+
+        def cases(seed: int) -> tuple[MaskCase, tuple[torch.Tensor, ...]]:
+            torch.manual_seed(seed)
+            case = Buckets("hash", q=random_buckets(2, 4, 300, 5), kv=random_buckets(2, 2, 500, 5), causal=True)
+            return case, (case.q, case.kv)
+    else:
+
+        def cases(seed: int) -> tuple[MaskCase, tuple[torch.Tensor, ...]]:
+            torch.manual_seed(seed)
+            blocks = torch.rand(2, 4, 3, 4) < 0.2 * (1 + seed)
+            return Blocks("blocks", blocks=blocks), (blocks,)
+
+    first, tensors = cases(0)
+    held = [x.cuda() for x in tensors]
+    mask = HashBucket(*held, causal=True) if kind == "hash" else flashmsa.BlockSparse(*held, capacity=96)
+    if backend != "torch":
+        skip_where_native_lacks(backend, mask)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        mask.update(*held)
+        flashmsa.attention(q, k, v, mask=mask, backend=backend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask.update(*held)
+        out, lse = flashmsa.attention(q, k, v, mask=mask, backend=backend, return_lse=True)
+    for seed in (0, 1, 2, 3, 4):
+        case, tensors = cases(seed)
+        for mine, new in zip(held, tensors, strict=True):
+            mine.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, lse, q, k, v, case, note=f"seed {seed}")
+    assert first.kind == kind
+
+
+@pytest.mark.gpu
+def test_a_captured_update_needs_a_capacity() -> None:
+    blocks = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="cuda")
+    mask = flashmsa.BlockSparse(blocks)
+    with pytest.raises(RuntimeError, match="make the mask with a capacity"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        mask.update(blocks)

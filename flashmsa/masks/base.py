@@ -21,6 +21,7 @@ DENSE, CAUSAL, DOCUMENT, COMPOSITE, DILATED, HASH, BLOCK_SPARSE = range(7)
 ALIGNMENTS = ("bottom-right", "top-left")
 INT32_MAX = 2**31 - 1
 UNBOUNDED = INT32_MAX
+_DRAWN_PAIRS = 2**26
 
 
 class Mask:
@@ -117,6 +118,9 @@ class Mask:
         if not all(map(has_values, self._lowered[2])):
             return repr(self)
         len_q, len_kv = self._natural_size()
+        # NOTE: these are drawn from every pair, which takes long where there are many; ``draw`` does it if asked.
+        if self._lowered[0] in (HASH, BLOCK_SPARSE) and len_q * len_kv > _DRAWN_PAIRS:
+            return repr(self)
         return f"{self!r}, {len_q} queries (down) x {len_kv} keys (across)\n{self.draw(len_q, len_kv)}"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _prepare
-from .base import HASH, Mask, check_tensor, describe, has_values, same_tensors, set_fields
+from .base import HASH, Mask, check_tensor, describe, same_tensors, set_fields
 
 _SHAPE = "(B or 1, H or 1, S)"
 
@@ -128,12 +128,6 @@ class HashBucket(Mask):
 
     def _natural_size(self) -> tuple[int, int]:
         return tuple(x.shape[2] for x in self._buckets())
-
-    def __str__(self) -> str:
-        # NOTE: buckets of other lengths than their own cannot be drawn, and long ones take long.
-        if has_values(self.q_bucket) and max(self._natural_size()) > 4096:
-            return repr(self)
-        return super().__str__()
 
     def __eq__(self, other: object) -> bool:
         """Equal buckets, causal and device. Reads the buckets, so it waits for their device."""

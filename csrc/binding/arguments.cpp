@@ -162,11 +162,13 @@ struct MaskCheck {
                       tensors[first].sym_sizes());
   }
 
-  // (1 or batch, 1 or heads, length)
-  void plane(const char* name, size_t at, const Int& heads, const Int& length, const char* whose) const {
+  // (1 or batch, 1 or heads_q, length); `kv`: or heads_kv
+  void plane(const char* name, size_t at, const Int& length, const char* whose, bool kv) const {
     int32(name, at, 3, "(batch or 1, heads or 1, length)");
     size_or_one(name, at, 0, extent.batch, "the batch of");
-    size_or_one(name, at, 1, heads, "the heads:");
+    if (!kv || at::symint::sizes<Int>(tensors[at])[1] != extent.heads_kv) {
+      size_or_one(name, at, 1, extent.heads_q, "the heads of q:");
+    }
     const std::string length_of = std::string(whose) + "'s length";
     size(name, at, 2, length, length_of.c_str());
   }
@@ -228,8 +230,11 @@ struct MaskCheck {
       size_or_one("blocks", at, 0, extent.batch, "the batch of");
       size_or_one("blocks", at, 1, extent.heads_q, "the heads:");
     }
-    size("row_start", first, 2, cell_rows + 1, "the cell rows + 1:");
-    size("whole_count", first + 1, 2, cell_rows, "the cell rows:");
+    // A list covers its blocks, which may reach past the last query's cell.
+    const Int listed_rows = at::symint::sizes<Int>(tensors[first + 1])[2];
+    TORCH_CHECK_VALUE(listed_rows >= cell_rows && listed_rows < kUnbounded, "mask whole_count: shape ",
+                      tensors[first + 1].sym_sizes(), " has fewer than ", cell_rows, " cell rows");
+    size("row_start", first, 2, listed_rows + 1, "whole_count's cell rows + 1:");
     TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[first])[0] == at::symint::sizes<Int>(tensors[first + 1])[0] &&
                           at::symint::sizes<Int>(tensors[first])[1] == at::symint::sizes<Int>(tensors[first + 1])[1],
                       "mask whole_count: shape ", tensors[first + 1].sym_sizes(), " does not match row_start's ",
@@ -353,10 +358,10 @@ void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_ten
     case MaskKind::kHash:
       check.expect("HashBucket", 1, 4);
       check.flag("HashBucket", "causal");
-      check.plane("q_bucket's order", 0, extent.heads_q, extent.len_q, "q");
-      check.plane("kv_bucket's order", 1, extent.heads_kv, extent.len_kv, "k");
-      check.plane("row_begin", 2, extent.heads_q, extent.len_q, "q");
-      return check.plane("row_end", 3, extent.heads_q, extent.len_q, "q");
+      check.plane("q_bucket", 0, extent.len_q, "q", false);
+      check.plane("kv_bucket", 1, extent.len_kv, "k", true);
+      check.plane("row_begin", 2, extent.len_q, "q", true);
+      return check.plane("row_end", 3, extent.len_q, "q", true);
     case MaskKind::kBlockSparse: {
       const size_t tensors = check.composite_tensors("BlockSparse");
       check.expect("BlockSparse", kCompositeInts + 4, tensors + 5);
@@ -530,7 +535,7 @@ void set_list(MaskArgs& result, at::TensorList tensors, std::vector<at::Tensor>&
 
 }  // namespace
 
-MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors,
+MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, int64_t heads_q,
                    std::vector<at::Tensor>& held) {
   MaskArgs result;
   result.kind = static_cast<MaskKind>(mask);
@@ -557,8 +562,13 @@ MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_
       result.causal = mask_ints[0] != 0;
       result.q_order = set_plane(mask_tensors[0], result.q_order_stride_batch, result.q_order_stride_head, held);
       result.kv_order = set_plane(mask_tensors[1], result.kv_order_stride_batch, result.kv_order_stride_head, held);
-      // One pair of strides serves both ends.
-      const at::Tensor begin = mask_tensors[2].contiguous(), end = mask_tensors[3].contiguous();
+      result.kv_order_heads = static_cast<int32_t>(mask_tensors[1].size(1));
+      // One pair of strides serves both ends; rows per kv head are repeated for its query heads.
+      const auto per_query_head = [&](const at::Tensor& rows) {
+        const int64_t heads = rows.size(1);
+        return heads > 1 && heads != heads_q ? rows.repeat_interleave(heads_q / heads, 1) : rows.contiguous();
+      };
+      const at::Tensor begin = per_query_head(mask_tensors[2]), end = per_query_head(mask_tensors[3]);
       TORCH_CHECK_VALUE(begin.sizes() == end.sizes(), "mask row_end: shape ", end.sizes(),
                         " does not match row_begin's ", begin.sizes());
       result.row_begin = set_plane(begin, result.row_stride_batch, result.row_stride_head, held);
@@ -605,7 +615,7 @@ Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& l
     p.alibi_slopes = slopes.const_data_ptr<float>();
     p.alibi_stride_batch = slopes.dim() == 2 ? p.heads_q : 0;
   }
-  p.mask = make_mask(args.mask, args.mask_ints, args.mask_tensors, call.held);
+  p.mask = make_mask(args.mask, args.mask_ints, args.mask_tensors, p.heads_q, call.held);
   return call;
 }
 

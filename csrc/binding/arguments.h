@@ -81,7 +81,8 @@ Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& l
 //   Hash         [causal] [q_order, kv_order, row_begin, row_end]
 //   BlockSparse  [Composite's; block_q, block_kv, blocks of queries, blocks of keys]
 //                [Composite's; row_start, whole_count, cells, detail, bits]
-MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, std::vector<at::Tensor>& held);
+MaskArgs make_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, int64_t heads_q,
+                   std::vector<at::Tensor>& held);
 
 enum CompositeFlag : int64_t {
   kDocuments = 1,  // q_offsets, kv_offsets

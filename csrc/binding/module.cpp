@@ -265,7 +265,7 @@ py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const 
   params.heads_q = heads_q;
   params.len_q = len_q;
   params.len_kv = len_kv;
-  params.mask = make_mask(mask, mask_ints, mask_tensors, held);
+  params.mask = make_mask(mask, mask_ints, mask_tensors, heads_q, held);
   const TileCounts counts = count_tiles(params, block_q, block_kv);
   py::dict d;
   d["full"] = counts.full;

@@ -168,8 +168,8 @@ Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const T
   refuse_gradient("out", out);
   Tensor lse = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, mask_ints, mask_tensors, scale,
-                               return_lse, out);
+    return out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks,
+                               alibi_slopes, return_lse, out);
   }();
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   return lse;

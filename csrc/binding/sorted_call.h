@@ -15,9 +15,11 @@ class SortedCall {
   explicit SortedCall(Call& call) : call_(call), params_(call.params) {
     const AttentionParams& p = call.params;
     const MaskArgs& m = p.mask;
+    // Keys sorted differently for the query heads that share them become one head each.
+    if (m.kv_order_heads == p.heads_q) params_.heads_kv = p.heads_q;
     q_ = rows(p.heads_q, p.len_q, p.head_dim);
-    k_ = rows(p.heads_kv, p.len_kv, p.head_dim);
-    v_ = rows(p.heads_kv, p.len_kv, p.head_dim_v);
+    k_ = rows(params_.heads_kv, p.len_kv, p.head_dim);
+    v_ = rows(params_.heads_kv, p.len_kv, p.head_dim_v);
     out_ = rows(p.heads_q, p.len_q, p.head_dim_v);
     if (p.lse != nullptr) {
       const int64_t heads = p.heads_q, length = p.len_q;
@@ -25,7 +27,8 @@ class SortedCall {
     }
     const hash::Plane<const int32_t> q_order = {m.q_order, m.q_order_stride_batch, m.q_order_stride_head};
     const hash::Plane<const int32_t> kv_order = {m.kv_order, m.kv_order_stride_batch, m.kv_order_stride_head};
-    const hash::RowsJob jobs[] = {gather(p.q, q_, q_order), gather(p.k, k_, kv_order), gather(p.v, v_, kv_order)};
+    const hash::RowsJob jobs[] = {gather(p.q, p.heads_q, q_, q_order), gather(p.k, p.heads_kv, k_, kv_order),
+                                  gather(p.v, p.heads_kv, v_, kv_order)};
     Prepare::move(jobs, 3, call.q.device());
 
     params_.q = tensor_ref(q_);
@@ -74,12 +77,14 @@ class SortedCall {
     return job;
   }
 
-  hash::RowsJob gather(const TensorRef& from, const at::Tensor& to, hash::Plane<const int32_t> order) const {
+  hash::RowsJob gather(const TensorRef& from, int32_t from_heads, const at::Tensor& to,
+                       hash::Plane<const int32_t> order) const {
     hash::RowsJob job = this->job(to.itemsize() * to.size(3), static_cast<int32_t>(to.size(1)),
                                   static_cast<int32_t>(to.size(2)));
     job.from = hash::rows_of(from, to.itemsize());
     job.to = hash::rows_of(tensor_ref(to), to.itemsize());
     job.order = order;
+    job.from_group = static_cast<int32_t>(to.size(1)) / max_of(from_heads, 1);
     return job;
   }
 

@@ -90,7 +90,8 @@ struct MaskArgs {
   int32_t left = kUnbounded, right = kUnbounded, dilation = 1;  // bounds in steps of `dilation`
   // Hash
   const int32_t* q_order = nullptr;   // (batch or 1, heads_q or 1, len_q): the stable order by bucket
-  const int32_t* kv_order = nullptr;  // (batch or 1, heads_kv or 1, len_kv)
+  const int32_t* kv_order = nullptr;  // (batch or 1, heads_kv or 1 or heads_q, len_kv)
+  int32_t kv_order_heads = 1;
   int64_t q_order_stride_batch = 0, q_order_stride_head = 0;
   int64_t kv_order_stride_batch = 0, kv_order_stride_head = 0;
   // BlockSparse

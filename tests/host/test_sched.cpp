@@ -72,7 +72,11 @@ int run() {
   Random random(31);
   for (int32_t trial = 0; trial < 2000; ++trial) check_group_size(random);
   for (int32_t count : {0, 1, 1023, 1024, 1025, 2047, 2048, 1 << 20, INT32_MAX}) check_buckets(count);
-  CHECK(sched::plan_bytes<mask::Dense>(100) == 0, "a mask without device data needs no plan");
+  CHECK(sched::plan_bytes<mask::Composite>(0) == 0, "no plan");
+  // Entries are copied 16 bytes at a time.
+  CHECK(sizeof(sched::PlanEntry<mask::Document>) % 16 == 0 && sizeof(sched::PlanEntry<mask::Composite>) % 16 == 0 &&
+            sizeof(sched::PlanEntry<mask::BlockSparse>) % 16 == 0,
+        "entries are not whole steps");
   CHECK(sched::plan_bytes<mask::Document>(100) == 100 * sizeof(sched::PlanEntry<mask::Document>), "one entry a block");
   return report("test_sched");
 }

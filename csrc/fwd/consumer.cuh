@@ -66,7 +66,7 @@ struct Consumer {
   }
 
   // The same of the tensor.
-  __device__ __forceinline__ int32_t first_row() const { return work().row_block * Config::kBlockQ + warp_row(); }
+  __device__ __forceinline__ int32_t first_row() const { return work().entry.row_block * Config::kBlockQ + warp_row(); }
 
   // A value that is the same in all lanes, made known as such. PERF: what decides loops and ring positions must be, or
   // descriptors leave the uniform registers and every wgmma waits for two moves (d128 dense: -12 %).
@@ -122,8 +122,8 @@ struct Consumer {
   __device__ __forceinline__ bool open_tile(Scores& x, uint32_t round, Span& mine) {
     const uint32_t slot = S::WorkRing::stage(round);
     shared.full_work[slot].wait(S::WorkRing::full_parity(round));
-    if (uniform(shared.work[slot].row_block) < 0) return false;
-    mine = shared.work[slot].spans[warpgroup];
+    if (uniform(shared.work[slot].entry.row_block) < 0) return false;
+    mine = shared.work[slot].span(warpgroup);
     if constexpr (Config::kQInRegisters) {
       wait_q(round);
       load_q(x, round);
@@ -185,8 +185,8 @@ struct Consumer {
     for (int slot = 0; slot < 2; ++slot) {
       // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
       const int32_t row = min_of(first_row() + lane() / 4 + 8 * slot, params.len_q - 1);
-      rows.keys[slot] = Mask::row(params.mask, tile.block, row);
-      if constexpr (Score::kAlibi) rows.position[slot] = Mask::position(params.mask, tile.block, row);
+      rows.keys[slot] = Mask::row(params.mask, tile.entry.block, row);
+      if constexpr (Score::kAlibi) rows.position[slot] = Mask::position(params.mask, tile.entry.block, row);
     }
     if constexpr (Score::kAlibi) rows.slope = alibi_slope(tile);
     return rows;
@@ -291,8 +291,8 @@ struct Consumer {
     const Rows rows = make_rows();
     int32_t step = uniform(mine.front);
     const int32_t end = uniform(mine.front + mine.steps);
-    const int32_t partial = uniform(min_of(work().tiles.partial_count(), end));
-    const auto block_of = [&](int32_t step) { return KeyBlock{work().tiles.visit(step), 0}; };
+    const int32_t partial = uniform(min_of(work().entry.tiles.partial_count(), end));
+    const auto block_of = [&](int32_t step) { return KeyBlock{work().entry.tiles.visit(step), 0}; };
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);
@@ -361,14 +361,14 @@ struct Consumer {
   // All keys that a row may see, run by run.
   __device__ __forceinline__ void attend_slowly(attn::SlowRow<Element, Score>& slow, const TileWork<Mask, Config>& tile,
                                                 int32_t row) {
-    const typename Mask::Row keys = Mask::row(params.mask, tile.block, row);
+    const typename Mask::Row keys = Mask::row(params.mask, tile.entry.block, row);
     const mask::Interval runs[2] = {mask::main_run(keys), mask::first_run(keys)};
     if constexpr (Mask::kListed) {
-      const int32_t count = tile.block.whole + tile.block.mixed;
+      const int32_t count = tile.entry.block.whole + tile.entry.block.mixed;
 #pragma unroll 1
-      for (int32_t e = tile.block.entry; e < tile.block.entry + count; ++e) {
+      for (int32_t e = tile.entry.block.entry; e < tile.entry.block.entry + count; ++e) {
         const int32_t first_key = params.mask.list.cells[e] * mask::kCell;
-        const int32_t detail = e < tile.block.entry + tile.block.whole ? mask::kWholeCell : params.mask.list.detail[e];
+        const int32_t detail = e < tile.entry.block.entry + tile.entry.block.whole ? mask::kWholeCell : params.mask.list.detail[e];
         const mask::Interval half = Mask::half_keys(params.mask, detail, warpgroup);
         const int32_t* bits = Mask::row_bits(params.mask, detail, row % mask::kCell);
 #pragma unroll
@@ -403,7 +403,7 @@ struct Consumer {
                                             0};
       if constexpr (Score::kAlibi) {
         slow.alibi_slope = alibi_slope(tile);
-        slow.position = Mask::position(params.mask, tile.block, row);
+        slow.position = Mask::position(params.mask, tile.entry.block, row);
       }
       attend_slowly(slow, tile, row);
       const float lse = slow.store(attn::row_of<Element>(params.out_rows, tile.queries(), row), sink());
@@ -457,7 +457,7 @@ struct Consumer {
 
       if (steps == 0) {  // 3
         store_empty();
-      } else if (work().tiles.partial_count() > 0 && attn::any_nonfinite(y.o)) {
+      } else if (work().entry.tiles.partial_count() > 0 && attn::any_nonfinite(y.o)) {
         // Only a partial block multiplies V of keys that a row may not see.
         store_slowly();
       } else {

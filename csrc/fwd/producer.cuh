@@ -10,17 +10,17 @@ namespace flashmsa::fwd {
 template <class Mask, class Config>
 __device__ __forceinline__ Span span_of(const KernelParams<Mask>& params, const TileWork<Mask, Config>& work,
                                         int32_t first_row) {
-  const int32_t count = work.tiles.count();
+  const int32_t count = work.entry.tiles.count();
   if (first_row >= params.len_q) return {count, 0, 0};
   // PERF: looking for each warpgroup's own part of a list costs more than the blocks that it would skip.
-  if (Mask::kListed || work.tiles.partial_count() == 0) return {0, count, 0};
+  if (Mask::kListed || work.entry.tiles.partial_count() == 0) return {0, count, 0};
   const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, params.len_q) - 1;
   if constexpr (Mask::kSpansPlanned) {
     // Without a plan there are no documents.
     return sched::span_of(
-        work.tiles, Mask::tiles_without_documents(params.mask, work.block, first_row, last_row, Config::kBlockKv));
+        work.entry.tiles, Mask::tiles_without_documents(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv));
   } else {
-    return sched::span_of(work.tiles, Mask::tiles(params.mask, work.block, first_row, last_row, Config::kBlockKv));
+    return sched::span_of(work.entry.tiles, Mask::tiles(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv));
   }
 }
 
@@ -39,7 +39,7 @@ template <class Mask, class Config>
 __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, int32_t tile,
                                             TileWork<Mask, Config>& work) {
   if (tile >= params.order.count()) {
-    work.row_block = -1;
+    work.entry.row_block = -1;
     return;
   }
   const sched::TileIndex index = params.order.decode(tile);
@@ -56,25 +56,25 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
   }
   if (Mask::kPlanned && params.plan != nullptr) {
     const int64_t at = Mask::kListed ? int64_t{index.slice} * params.order.row_blocks + index.row_rank : index.row_rank;
-    copy_entry<Mask>(params.plan[at], work);
-    if constexpr (Mask::kPlanned && !Mask::kListed) work.batch += work.block.batch;
+    copy_entry<Mask>(params.plan[at], work.entry);
+    if constexpr (Mask::kPlanned && !Mask::kListed) work.batch += work.entry.block.batch;
     if constexpr (Mask::kSpansPlanned) return;
   } else {
     // Bottom-up: under a causal mask the last rows are the longest.
-    work.row_block = params.order.row_blocks - 1 - index.row_rank;
-    const int32_t first_row = work.row_block * Config::kBlockQ;
+    work.entry.row_block = params.order.row_blocks - 1 - index.row_rank;
+    const int32_t first_row = work.entry.row_block * Config::kBlockQ;
     const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
     if constexpr (Mask::kSpansPlanned) {
-      work.block = Mask::block_without_documents(params.mask, work.batch, work.head);
-      work.tiles = Mask::tiles_without_documents(params.mask, work.block, first_row, last_row, Config::kBlockKv);
+      work.entry.block = Mask::block_without_documents(params.mask, work.batch, work.head);
+      work.entry.tiles = Mask::tiles_without_documents(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv);
     } else if constexpr (!Mask::kPlanned) {
-      work.block = Mask::block(params.mask, work.batch, work.head, first_row, last_row);
-      work.tiles = Mask::tiles(params.mask, work.block, first_row, last_row, Config::kBlockKv);
+      work.entry.block = Mask::block(params.mask, work.batch, work.head, first_row, last_row);
+      work.entry.tiles = Mask::tiles(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv);
     }
   }
 #pragma unroll 1
   for (int32_t w = 0; w < Config::kConsumerWarpgroups; ++w) {
-    work.spans[w] = span_of<Mask, Config>(params, work, work.row_block * Config::kBlockQ + w * sm90::kWarpgroupRows);
+    work.set_span(w, span_of<Mask, Config>(params, work, work.entry.row_block * Config::kBlockQ + w * sm90::kWarpgroupRows));
   }
 }
 
@@ -131,20 +131,20 @@ struct Producer {
   __device__ __forceinline__ void load_q(uint32_t round) {
     wait_work(round);
     const TileWork<Mask, Config>& tile = work(round);
-    if (tile.row_block < 0) return;
+    if (tile.entry.row_block < 0) return;
     const uint32_t stage = S::QRing::stage(round);
     shared.empty_q[stage].wait(S::QRing::empty_parity(round));
     shared.full_q[stage].arrive_expect(S::QTile::kBytes);
-    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(shared.q[stage], params.q, tile.row_block * Config::kBlockQ,
+    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(shared.q[stage], params.q, tile.entry.row_block * Config::kBlockQ,
                                                        tile.queries(), shared.full_q[stage]);
   }
 
   // The key tile of a step, and its detail in a list.
   __device__ __forceinline__ KeyBlock key_block(const TileWork<Mask, Config>& tile, int32_t step) const {
-    const int32_t index = tile.tiles.visit(step);
+    const int32_t index = tile.entry.tiles.visit(step);
     if constexpr (Mask::kListed) {
-      return {Mask::key_tile(params.mask, tile.block, index, Config::kBlockKv),
-              params.mask.list.detail[Mask::entry(tile.block, index, Config::kBlockKv)]};
+      return {Mask::key_tile(params.mask, tile.entry.block, index, Config::kBlockKv),
+              params.mask.list.detail[Mask::entry(tile.entry.block, index, Config::kBlockKv)]};
     } else {
       return {index, 0};
     }
@@ -167,9 +167,9 @@ struct Producer {
 
     for (uint32_t round = 0;; ++round) {
       const TileWork<Mask, Config>& tile = work(round);
-      if (tile.row_block < 0) break;
+      if (tile.entry.row_block < 0) break;
       shared.begun[S::WorkRing::stage(round)].arrive();
-      const int32_t steps = tile.tiles.count();
+      const int32_t steps = tile.entry.tiles.count();
       // Q of the next tile as soon as its buffer is free: early, but where there is one buffer that is read to the end.
       const int32_t q_step = Config::kQInRegisters || Config::kQStages > 1 ? min_of(steps, 2) : steps;
       int32_t previous = 0;  // V runs one step behind

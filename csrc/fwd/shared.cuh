@@ -49,11 +49,28 @@ struct OwnSpans<true> {};
 // What the producer tells the consumers about their next tile: its entry of the plan, planned or not (row_block negative:
 // no more tiles), and whose rows they are.
 template <class Mask, class Config>
-struct alignas(16) TileWork : sched::PlanEntry<Mask>, OwnSpans<Mask::kSpansPlanned> {
+struct alignas(16) TileWork {
+  sched::PlanEntry<Mask> entry;
+  OwnSpans<Mask::kSpansPlanned> own;
   int32_t head;
   int32_t kv_head;
   int32_t batch;
   int32_t residue;
+
+  __device__ Span span(int32_t warpgroup) const {
+    if constexpr (Mask::kSpansPlanned) {
+      return entry.spans[warpgroup];
+    } else {
+      return own.spans[warpgroup];
+    }
+  }
+  __device__ void set_span(int32_t warpgroup, Span span) {
+    if constexpr (Mask::kSpansPlanned) {
+      entry.spans[warpgroup] = span;
+    } else {
+      own.spans[warpgroup] = span;
+    }
+  }
 
   __device__ sm90::Sequence queries() const { return {head, batch, residue}; }
   __device__ sm90::Sequence keys() const { return {kv_head, batch, residue}; }

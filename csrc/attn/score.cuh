@@ -1,9 +1,10 @@
 // What happens to a logit between Q K^T and the softmax, beside its scale: a soft cap, ALiBi's distance penalty.
 //
-// S is in units of its own (logit = S * scale). With a cap it becomes tanh(S * scale / cap) and its unit the cap; ALiBi's
-// slope is given in the same unit. So the softmax sees one factor, scale_log2, whichever of them are in use.
+// S stays in units of its own, logit = S * scale, whichever of them are in use: capped it is tanh(S * factor) / factor with
+// factor = scale / cap, and ALiBi's slope is given in the same unit.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "sm90/fragment.h"
@@ -19,41 +20,58 @@ struct Score {
 };
 using PlainScore = Score<false, false>;
 
-// Where tanh's short series ends; below, its error is 6.4e-7 of tanh.
-inline constexpr float kSeriesEnd = 0.5f;
-
-// tanh(u) / u as a polynomial in t = u^2 on [0, kSeriesEnd^2], fitted for the least largest relative error.
-__device__ __forceinline__ float tanh_series(float t) {
-  return fmaf(fmaf(fmaf(-0.04475064f, t, 0.1320536f), t, -0.33328159f), t, 1.0f);
-}
-
-// tanh(u) by exponentials: tanh |u| = (1 - e) / (1 + e) with e = 2^(-2 log2(e) |u|), no digit lost for |u| >= kSeriesEnd.
+// tanh(u) for any u, to 1e-7: tanh |u| = (1 - e) / (1 + e) with e = 2^(-2 log2(e) |u|); where that would lose digits, a
+// polynomial u (1 + t P(t)) in t = u^2, fitted for the least largest relative error up to |u| = 1/2 (6e-7).
 __device__ __forceinline__ float tanh_exact(float u) {
   constexpr float kMinus2Log2E = -2.88539008177792681f;
   const float e = sm90::exp2_approx(fabsf(u) * kMinus2Log2E);
   const float large = copysignf(__fdividef(1.0f - e, 1.0f + e), u);
-  return fabsf(u) < kSeriesEnd ? u * tanh_series(u * u) : large;
+  const float t = u * u;
+  const float small = u * fmaf(fmaf(fmaf(-0.04475064f, t, 0.1320536f), t, -0.33328159f), t, 1.0f);
+  return fabsf(u) < 0.5f ? small : large;
 }
 
-// S becomes tanh(S * factor).
-// PERF: five multiply-adds an element where no logit of the warp is large, against two more exponentials of which the
-// special-function unit has none to spare.
+// Up to |u| = kShortEnd, tanh(u) is u (1 + t (kShort1 + kShort2 t)) to 5e-7.
+inline constexpr float kShortEnd = 0.25f;
+inline constexpr float kShort1 = -0.33324571f, kShort2 = 0.12876421f;
+
+// A soft cap as the kernels use it: in units of S. NOTE: made on the host, because constants cost no registers.
+struct CapParams {
+  float factor;          // scale / cap; not 0
+  float inverse;         // 1 / factor
+  float short_end;       // kShortEnd, and
+  float short1, short2;  // the polynomial's coefficients
+};
+
+inline CapParams make_cap(double scale, double cap) {
+  // NOTE: not 0, of which the inverse is needed.
+  const float factor = cap > 0 ? std::max(static_cast<float>(scale / cap), 1e-30f) : 1.0f;
+  const float square = factor * factor;
+  return {factor, 1.0f / factor, kShortEnd / factor, kShort1 * square, kShort2 * square * square};
+}
+
+// S becomes tanh(S * factor) / factor.
+// PERF: four instructions an element where no logit of the warp is large, against two more exponentials of which the
+// special-function unit has none to spare. What is done to S between Q K^T and the maximum costs four cycles an instruction.
 template <int kCount>
-__device__ __forceinline__ void apply_softcap(float (&s)[kCount], float factor) {
+__device__ __forceinline__ void apply_softcap(float (&s)[kCount], const CapParams& cap) {
   int32_t largest = 0;
 #pragma unroll
-  for (int e = 0; e < kCount; e += 2) {
-    s[e] *= factor;
-    s[e + 1] *= factor;
-    largest = max(max(__float_as_int(fabsf(s[e])), __float_as_int(fabsf(s[e + 1]))), largest);
+  for (int e = 0; e < kCount; e += 4) {
+    const int32_t pair[2] = {__float_as_int(fmaxf(fabsf(s[e]), fabsf(s[e + 1]))),
+                             __float_as_int(fmaxf(fabsf(s[e + 2]), fabsf(s[e + 3])))};
+    largest = max(max(pair[0], pair[1]), largest);
   }
-  // The bits of positive floats are ordered as integers; NaN is above all.
-  if (__any_sync(~0u, largest >= __float_as_int(kSeriesEnd))) {
+  // The bits of positive floats are ordered as integers. A NaN may pass unseen, and stays one on either way.
+  if (__any_sync(~0u, largest >= __float_as_int(cap.short_end))) {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) s[e] = tanh_exact(s[e]);
+    for (int e = 0; e < kCount; ++e) s[e] = tanh_exact(s[e] * cap.factor) * cap.inverse;
   } else {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) s[e] *= tanh_series(s[e] * s[e]);
+    for (int e = 0; e < kCount; ++e) {
+      const float t = s[e] * s[e];
+      s[e] *= fmaf(fmaf(cap.short2, t, cap.short1), t, 1.0f);
+    }
   }
 }
 

@@ -53,7 +53,7 @@ struct SlowRow {
   int64_t k_stride, v_stride;
   int32_t head_dim, head_dim_v;
   float scale_log2;
-  float cap_factor;  // Score::kSoftcap
+  CapParams cap;      // Score::kSoftcap
   float alibi_slope;  // Score::kAlibi
   int32_t position;
 
@@ -74,7 +74,7 @@ struct SlowRow {
 #pragma unroll
       for (int i = 0; i < 8; ++i) s = fmaf(a[i], b[i], s);
     }
-    if constexpr (Score::kSoftcap) s = tanh_exact(s * cap_factor);
+    if constexpr (Score::kSoftcap) s = tanh_exact(s * cap.factor) * cap.inverse;
     if constexpr (Score::kAlibi) s -= alibi_slope * fabsf(static_cast<float>(position - key));
     return s * scale_log2;
   }

@@ -99,15 +99,13 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.q_heads_per_kv_head = p.heads_q / p.heads_kv;
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
-  // The unit of S: see attn/score.cuh.
-  const double unit = p.softcap > 0 ? p.softcap : p.scale;
   // NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
-  params.scale_log2 = std::min(static_cast<float>(unit) * kLog2E, std::numeric_limits<float>::max());
+  params.scale_log2 = std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
   params.inverse_scale_log2 = 1.0f / params.scale_log2;
-  params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
+  params.cap = attn::make_cap(p.scale, p.softcap);
   params.alibi_slopes = p.alibi_slopes;
   params.alibi_stride_batch = p.alibi_stride_batch;
-  params.alibi_factor = static_cast<float>(p.alibi_step / unit);
+  params.alibi_factor = static_cast<float>(p.alibi_step / p.scale);
   return params;
 }
 

@@ -103,7 +103,7 @@ struct Scheduler {
       decode_tile<Mask, Config>(params, tile, shared.work[slot]);
       shared.full_work[slot].arrive();
       if (tile >= params.order.count()) break;
-      shared.begun[slot].wait(S::WorkRing::full_parity(round));
+      shared.begun[slot].wait_idly(S::WorkRing::full_parity(round));
       tile = next_tile();
     }
   }

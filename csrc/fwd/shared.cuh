@@ -29,9 +29,9 @@ struct KernelParams {
   int32_t heads_q, len_q, residues;
   int32_t q_heads_per_kv_head;
   int32_t head_dim, head_dim_v;
-  float scale_log2;                    // unit of S, see attn/score.cuh, times log2(e); > 0
+  float scale_log2;                    // scale * log2(e) > 0
   float inverse_scale_log2;            // 1 / scale_log2
-  float cap_factor;                    // Score::kSoftcap: scale / softcap
+  attn::CapParams cap;                 // Score::kSoftcap
   const float* alibi_slopes;           // Score::kAlibi: (heads_q) or (batch, heads_q)
   int64_t alibi_stride_batch;
   float alibi_factor;                  // from a slope to S's unit a key

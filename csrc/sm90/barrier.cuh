@@ -27,6 +27,11 @@ struct Barrier {
     while (!ptx::mbarrier_try_wait_parity(&word, parity)) {
     }
   }
+
+  // The same for who has time: asks seldom, and leaves the issue slots to others.
+  __device__ void wait_idly(uint32_t parity) {
+    while (!ptx::mbarrier_try_wait_parity(&word, parity)) __nanosleep(200);
+  }
 };
 
 __device__ inline void fence_barrier_init() { ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster); }

@@ -472,10 +472,11 @@ def _flex_rule(case: Case) -> Callable[..., Any] | None:
         return ((i - j) % dilation == 0) & (i - j <= reach) & (j - i <= reach)
 
     if case.is_document or case.is_hash:
-        labels = buckets(case)[0, 0] if case.is_hash else _document_of(case)
+        labels = buckets(case)[0] if case.is_hash else _document_of(case)[None]
+        shared = labels[0]
 
         def same(b: Any, h: Any, i: Any, j: Any) -> Any:
-            return labels[i] == labels[j]
+            return shared[i] == shared[j] if len(labels) == 1 else labels[h, i] == labels[h, j]
 
         return _both(same, causal) if case.is_causal else same
     if case.mask.startswith("window"):
@@ -502,7 +503,8 @@ def _flex_block_mask(case: Case) -> Any:
 
     if not case.is_blocks:
         rule = _flex_rule(case)
-        lengths = (None, None, case.length, case.length)
+        heads = case.heads if case.draw and case.draw.per_head else None
+        lengths = (None, heads, case.length, case.length)
         return None if rule is None else create_block_mask(rule, *lengths, device=settings.device)
     table = blocks(case)
     partial = torch.zeros_like(table)

@@ -8,7 +8,10 @@ printed. The function may return (B, H, S, D), (B, S, H, D) or packed (S, H, D),
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,13 +22,14 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.cases import Case
+from benchmarks.cases import BLOCK, SOFTCAP, Case
 
 Call = Callable[[], Any]
 Factory = Callable[[Case], Call]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PEERS = ("cudnn", "flash", "fa4")
+FA4_SITE = "FLASHMSA_FA4_SITE"  # environment variable: folders, as in PATH, in which flash-attn-4 lies unpacked
 
 
 class Unavailable(Exception):
@@ -94,8 +98,33 @@ def offsets(case: Case) -> torch.Tensor:
     return torch.tensor(case.offsets, dtype=torch.int32, device=settings.device)
 
 
+@lru_cache(maxsize=2)
+def blocks(case: Case) -> torch.Tensor:
+    """bool (1, H or 1, n, n), on the device."""
+    return case.blocks()[None].to(settings.device)
+
+
+@lru_cache(maxsize=2)
+def buckets(case: Case) -> torch.Tensor:
+    """int32 (1, H or 1, S), on the device."""
+    return case.buckets()[None].to(settings.device)
+
+
+def alibi_slopes(case: Case) -> torch.Tensor:
+    """float32 (H,): the slopes of Press et al., Train Short, Test Long (2022)."""
+    return torch.tensor([2 ** (-8 * (h + 1) / case.heads) for h in range(case.heads)], device=settings.device)
+
+
+def sinks(case: Case) -> torch.Tensor:
+    """float32 (H,), values that bfloat16 holds as well."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(case.heads, generator=generator).bfloat16().float().to(settings.device)
+
+
 def release() -> None:
     """Drops the cached inputs."""
+    blocks.cache_clear()
+    buckets.cache_clear()
     _draw.cache_clear()
     _draw_bshd.cache_clear()
     offsets.cache_clear()
@@ -124,29 +153,157 @@ def _our_mask(case: Case) -> Any:
         return flashmsa.Document(offsets(case), causal=case.is_causal)
     if case.mask == "prefix":
         return flashmsa.PrefixLM(case.width)
+    if case.is_dilated:
+        return flashmsa.DilatedWindow(case.width, dilation=case.dilation)
+    if case.is_hash:
+        return flashmsa.HashBucket(buckets(case), causal=case.is_causal)
+    if case.is_blocks:
+        mask = flashmsa.BlockSparse(blocks(case), (BLOCK, BLOCK))
+        return mask & flashmsa.Causal() if case.is_causal else mask
     if case.is_band:
         return flashmsa.SlidingWindow(*case.bounds)
     return flashmsa.Causal() if case.is_causal else None
 
 
-def _flashmsa(case: Case, **options: Any) -> Call:
+def _our_options(case: Case) -> dict[str, Any]:
+    made = {
+        "softcap": lambda: {"softcap": SOFTCAP},
+        "alibi": lambda: {"alibi_slopes": alibi_slopes(case)},
+        "sinks": lambda: {"sinks": sinks(case)},
+    }
+    return made[case.option]() if case.option else {}
+
+
+def _backend() -> str:
+    """Our kernel by name. NOTE: so the dispatcher can hand no case to SDPA or to torch operators."""
+    return "sm90" if settings.device == "cuda" else "cpu"
+
+
+def _import_ours() -> Any:
     try:
-        import flashmsa
+        return importlib.import_module("flashmsa")
     except ImportError as error:
         raise Unavailable(f"flashmsa does not import: {error}") from error
+
+
+def _flashmsa(case: Case, **options: Any) -> Call:
+    flashmsa = _import_ours()
     q, k, v = inputs(case)
     mask = _our_mask(case)
+    options |= _our_options(case)
     return lambda: flashmsa.attention(q, k, v, mask=mask, **options)
 
 
 def flashmsa_native(case: Case) -> Call:
-    """Our kernel itself. NOTE: the backend is named, so that the dispatcher cannot hand a short case to SDPA."""
-    return _flashmsa(case, backend="sm90" if settings.device == "cuda" else "cpu")
+    """Our kernel itself."""
+    return _flashmsa(case, backend=_backend())
 
 
 def flashmsa_eager(case: Case) -> Call:
     """The call a user writes."""
     return _flashmsa(case)
+
+
+def flashmsa_varlen(case: Case) -> Call:
+    """The documents of a case as sequences of a packed batch."""
+    flashmsa = _import_ours()
+    if not hasattr(flashmsa, "attention_varlen"):
+        raise Unavailable("this flashmsa has no attention_varlen")
+    q, k, v = (x.flatten(0, 1) for x in inputs_bshd(case))
+    cu = offsets(case)
+    mask = flashmsa.Causal() if case.is_causal else None
+    return lambda: flashmsa.attention_varlen(q, k, v, cu, cu, mask=mask, backend=_backend())
+
+
+def flashmsa_graph(case: Case) -> Call:
+    """The same call replayed from a CUDA graph: the device's time where the host's would be longer."""
+    return _captured(flashmsa_native(case))
+
+
+def flashmsa_built(case: Case) -> Call:
+    """The mask is made anew for each call."""
+    flashmsa = _import_ours()
+    q, k, v = inputs(case)
+    backend = _backend()
+    return lambda: flashmsa.attention(q, k, v, mask=_our_mask(case), backend=backend)
+
+
+def flashmsa_updated_graph(case: Case) -> Call:
+    """``mask.update`` and the call, replayed from a CUDA graph."""
+    flashmsa = _import_ours()
+    q, k, v = inputs(case)
+    mask, source, backend = _our_mask(case), buckets(case), _backend()
+
+    def call() -> torch.Tensor:
+        mask.update(source)
+        return flashmsa.attention(q, k, v, mask=mask, backend=backend)
+
+    return _captured(call)
+
+
+def _captured(call: Call) -> Call:
+    """One call in a CUDA graph; the returned function replays it. On the CPU the call itself."""
+    if settings.device != "cuda":
+        return call
+    try:
+        return _replay_of(call)
+    except RuntimeError as error:  # what a capture cannot hold fails here, and the device lives on
+        raise Unavailable(f"cannot be captured: {str(error).strip().splitlines()[0]}") from error
+
+
+def _replay_of(call: Call) -> Call:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+# Masks alone: what it takes to make one on the device
+
+
+def _mask_and_source(case: Case) -> tuple[Callable[..., Any], torch.Tensor, int]:
+    """What makes the mask of a tensor, the tensor, and how many cells of 128 x 128 a block mask sets."""
+    flashmsa = _import_ours()
+    if case.is_hash:
+        return partial(flashmsa.HashBucket, causal=case.is_causal), buckets(case), 0
+    source = blocks(case)
+    return partial(flashmsa.BlockSparse, block_size=(BLOCK, BLOCK)), source, int(source.sum())
+
+
+def mask_made(case: Case) -> Call:
+    """The mask made from its tensor. Blocks are counted first, which waits for the device once."""
+    make, source, _ = _mask_and_source(case)
+    return lambda: make(source)
+
+
+def mask_made_capacity(case: Case) -> Call:
+    """A block mask whose capacity is given: waits for nothing."""
+    make, source, cells = _mask_and_source(case)
+    return lambda: make(source, capacity=cells)
+
+
+def mask_updated_graph(case: Case) -> Call:
+    """``mask.update`` replayed from a CUDA graph."""
+    make, source, cells = _mask_and_source(case)
+    mask = make(source, capacity=cells) if case.is_blocks else make(source)
+    return _captured(lambda: mask.update(source))
+
+
+def visited_share(case: Case) -> float | None:
+    """Allowed pairs / area of the tiles that our kernel visits; None where no kernel serves the case here."""
+    flashmsa = _import_ours()
+    backend = _backend()
+    return flashmsa.explain(*inputs(case), _our_mask(case), backend=backend, **_our_options(case)).efficiency
 
 
 DOCUMENT_KIND = 2  # MaskKind in csrc/core/params.h
@@ -179,8 +336,8 @@ def tile_efficiency(case: Case, tile: tuple[int, int] | None) -> float | None:
 
 def sdpa(case: Case) -> Call:
     """scaled_dot_product_attention as a user calls it: torch chooses the backend."""
-    if case.is_document or case.is_band:
-        raise Unavailable("SDPA has no document, window or prefix mask")
+    if case.mask not in ("dense", "causal") or case.option:
+        raise Unavailable("SDPA has no such mask or option")
     q, k, v = inputs(case)
     return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
 
@@ -241,6 +398,11 @@ def flash(case: Case) -> Call:
 # flash-attn-4
 
 
+def add_fa4_site() -> None:
+    """Lets Python find flash-attn-4 where the environment variable says. Behind everything installed."""
+    sys.path += [path for path in os.environ.get(FA4_SITE, "").split(os.pathsep) if path and path not in sys.path]
+
+
 @cache
 def _fa4() -> Any:
     try:
@@ -251,16 +413,23 @@ def _fa4() -> Any:
 
 def fa4(case: Case) -> Call:
     module = _fa4()
+    if not (case.mask in ("dense", "causal") or case.is_document or case.mask.startswith("window")):
+        raise Unavailable(f"flash-attn-4 has no {case.mask} mask of its own")
+    if case.option == "alibi":
+        raise Unavailable("flash-attn-4 has no ALiBi slopes")
+    options: dict[str, Any] = {}
+    if case.option == "softcap":
+        options["softcap"] = SOFTCAP
+    if case.option == "sinks":
+        options["learnable_sink"] = sinks(case).bfloat16()
     q, k, v = inputs_bshd(case)
-    if case.mask == "prefix":
-        raise Unavailable("flash-attn-4 has no prefix mask of its own")
     if case.is_band:
-        return lambda: module.flash_attn_func(q, k, v, window_size=case.bounds)
+        return lambda: module.flash_attn_func(q, k, v, window_size=case.bounds, **options)
     if not case.is_document:
-        return lambda: module.flash_attn_func(q, k, v, causal=case.is_causal)
+        return lambda: module.flash_attn_func(q, k, v, causal=case.is_causal, **options)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     function = module.flash_attn_varlen_func
-    options: dict[str, Any] = {"cu_seqlens_q": offsets(case), "cu_seqlens_k": offsets(case), "causal": case.is_causal}
+    options |= {"cu_seqlens_q": offsets(case), "cu_seqlens_k": offsets(case), "causal": case.is_causal}
     longest = max(case.document_lengths)
     accepted = inspect.signature(function).parameters  # early releases have no max_seqlen
     options.update({name: longest for name in ("max_seqlen_q", "max_seqlen_k") if name in accepted})
@@ -271,38 +440,129 @@ def fa4(case: Case) -> Call:
 
 
 @cache
-def _compiled_flex() -> Any:
+def _flex_function() -> Any:
+    """flex_attention, compiled; on the CPU (dry runs) as it is, which writes all scores out."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if settings.device != "cuda":
+        return flex_attention
+    if importlib.util.find_spec("triton") is None:
+        raise Unavailable("absent: FlexAttention needs Triton, which is not installed here")
+    import torch._dynamo
+
+    # NOTE: each case compiles anew, and past the limit calls would run uncompiled.
+    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit", "accumulated_cache_size_limit"):
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, 4096)
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(case: Case) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    q, k, v = inputs(case)
-    function = _compiled_flex()
-    if case.mask == "dense":
-        return lambda: function(q, k, v)
-    lengths = torch.tensor(case.document_lengths, device=settings.device)
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=settings.device), lengths)
-
-    def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
-        same = document[i] == document[j]
-        return same & (j <= i) if case.is_causal else same
+def _flex_rule(case: Case) -> Callable[..., Any] | None:
+    """The mask as FlexAttention's mask_mod(b, h, i, j); None for a dense one."""
+    width, dilation = case.width, case.dilation
 
     def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
         return j <= i
 
-    def band(b: Any, h: Any, i: Any, j: Any) -> Any:
-        if case.mask == "prefix":
-            return (j < case.width) | (j <= i)
-        left, right = case.bounds
-        return (i - j <= left) & (j - i <= right)
+    def prefix(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (j < width) | (j <= i)
 
-    rule = allowed if case.is_document else band if case.is_band else causal
-    block_mask = create_block_mask(rule, None, None, case.length, case.length, device=settings.device)
-    return lambda: function(q, k, v, block_mask=block_mask)
+    def dilated(b: Any, h: Any, i: Any, j: Any) -> Any:
+        reach = width * dilation
+        return ((i - j) % dilation == 0) & (i - j <= reach) & (j - i <= reach)
+
+    if case.is_document or case.is_hash:
+        labels = buckets(case)[0] if case.is_hash else _document_of(case)[None]
+        shared = labels[0]
+
+        def same(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return shared[i] == shared[j] if len(labels) == 1 else labels[h, i] == labels[h, j]
+
+        return _both(same, causal) if case.is_causal else same
+    if case.mask.startswith("window"):
+        left, right = case.bounds
+
+        def window(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (i - j <= left) & (j - i <= right)
+
+        return window
+    return {"dense": None, "causal": causal, "prefix": prefix, "dilated": dilated}[case.mask]
+
+
+def _document_of(case: Case) -> torch.Tensor:
+    lengths = torch.tensor(case.document_lengths, device=settings.device)
+    return torch.repeat_interleave(torch.arange(len(lengths), device=settings.device), lengths)
+
+
+def _both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda b, h, i, j: first(b, h, i, j) & second(b, h, i, j)
+
+
+def _flex_block_mask(case: Case) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    if not case.is_blocks:
+        rule = _flex_rule(case)
+        heads = case.heads if case.draw and case.draw.per_head else None
+        lengths = (None, heads, case.length, case.length)
+        return None if rule is None else create_block_mask(rule, *lengths, device=settings.device)
+    table = blocks(case)
+    partial = torch.zeros_like(table)
+    rule = None
+    if case.is_causal:
+        count = table.shape[-1]
+        partial = table & torch.eye(count, dtype=torch.bool, device=table.device)
+        table = table & torch.ones(count, count, dtype=torch.bool, device=table.device).tril(-1)
+
+        def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return j <= i
+
+    if settings.device != "cuda":  # uncompiled, it looks at the rule alone
+        rule = _block_rule(blocks(case)[0], case.is_causal)
+    listed = [_flex_list(x) for x in (partial, table)]
+    return BlockMask.from_kv_blocks(*listed[0], *listed[1], BLOCK_SIZE=BLOCK, mask_mod=rule,
+                                    seq_lengths=(case.length, case.length))  # fmt: skip
+
+
+def _block_rule(table: torch.Tensor, causal: bool) -> Callable[..., Any]:
+    """What a table of blocks (H or 1, n, n) says pair by pair."""
+    heads = table.shape[0]
+
+    def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = table[h % heads, i // BLOCK, j // BLOCK]
+        return seen & (j <= i) if causal else seen
+
+    return rule
+
+
+def _flex_list(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(kv_num_blocks, kv_indices) of a table (B, H, rows, columns): the set columns first, ascending."""
+    indices = table.int().argsort(dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32), indices.to(torch.int32).contiguous()
+
+
+def _flex_score(case: Case) -> Callable[..., Any] | None:
+    if case.option == "softcap":
+        return lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
+    if case.option == "alibi":
+        slopes = alibi_slopes(case)
+        return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
+    return None
+
+
+def _flex(backend: str | None) -> Factory:
+    def build(case: Case) -> Call:
+        if case.option == "sinks":
+            raise Unavailable("FlexAttention has no sinks")
+        function = _flex_function()
+        q, k, v = inputs(case)
+        options: dict[str, Any] = {"block_mask": _flex_block_mask(case), "score_mod": _flex_score(case)}
+        if backend is not None:
+            _fa4()
+            options["kernel_options"] = {"BACKEND": backend}
+        return lambda: function(q, k, v, **options)
+
+    return build
 
 
 # After a QKV projection
@@ -337,12 +597,20 @@ def _attend_flashmsa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 FACTORIES: dict[str, Factory] = {
     "flashmsa": flashmsa_native,
     "flashmsa-eager": flashmsa_eager,
+    "flashmsa-varlen": flashmsa_varlen,
+    "flashmsa-graph": flashmsa_graph,
+    "flashmsa-built": flashmsa_built,
+    "flashmsa-updated-graph": flashmsa_updated_graph,
+    "mask-made": mask_made,
+    "mask-made-capacity": mask_made_capacity,
+    "mask-updated-graph": mask_updated_graph,
     "sdpa": sdpa,
     "cudnn": _sdpa_pinned("cudnn"),
     "flash": flash,
     "efficient": _sdpa_pinned("efficient"),
     "fa4": fa4,
-    "flex": flex,
+    "flex": _flex(None),
+    "flex-fa4": _flex("FLASH"),  # FlexAttention through flash-attn-4's kernel
     "qkv+cudnn": _projected(_attend_cudnn),
     "qkv+flashmsa": _projected(_attend_flashmsa),
 }

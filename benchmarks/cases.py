@@ -4,17 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 
-MASKS = ("dense", "causal", "document", "document-causal", "window", "window-causal", "prefix")
+MASKS = (
+    *("dense", "causal", "document", "document-causal", "window", "window-causal", "prefix", "dilated"),
+    *("blocks", "blocks-causal", "hash", "hash-causal"),
+)
+OPTIONS = ("softcap", "alibi", "sinks")
 HIDDEN = 2048  # heads * head_dim of the grid
 HEAD_DIMS = (64, 128, 256)
 SHAPES = ((16, 1024), (4, 4096), (2, 8192), (1, 16384))  # (batch, length): 16384 tokens each
 SEEDS = (1, 2, 3, 4, 5)
 DOCUMENTS = 16
 DOCUMENT_TOKENS = 16384
+SHORT_DOCUMENTS = (512, 32, 256)  # how many, and their least and greatest length
+BLOCK = 128  # rows and keys of a block of the block masks
+SOFTCAP = 50.0
+ELEMENT_BYTES = 2  # of bf16 and fp16
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a random mask is drawn from. count: the number of buckets, or how many percent of the blocks are set."""
+
+    count: int
+    seed: int = 1
+    per_head: bool = False  # a draw for each head; else one for all
+
+
+def draw_blocks(draw: Draw, heads: int, length: int) -> torch.Tensor:
+    """bool (heads or 1, n, n): blocks of 128 x 128, each set with that probability, and those on the diagonal."""
+    count = -(-length // BLOCK)
+    generator = torch.Generator().manual_seed(draw.seed)
+    random = torch.rand(heads if draw.per_head else 1, count, count, generator=generator)
+    return (random < draw.count / 100) | torch.eye(count, dtype=torch.bool)
+
+
+def draw_buckets(draw: Draw, heads: int, length: int) -> torch.Tensor:
+    """int32 (heads or 1, length): a bucket for each token, uniform; the same for queries and keys."""
+    generator = torch.Generator().manual_seed(draw.seed)
+    return torch.randint(0, draw.count, (heads if draw.per_head else 1, length), generator=generator).int()
 
 
 @dataclass(frozen=True)
@@ -22,7 +54,11 @@ class Case:
     """One self-attention call: q, k, v of shape (batch, heads, length, head_dim).
 
     offsets: cumulative document offsets (n + 1), for the document masks only.
-    width: keys to either side (window), to the left (window-causal), or of the prefix; for these masks only.
+    width: keys to either side (window), to the left (window-causal), or of the prefix, or steps to either side
+        (dilated); for these masks only.
+    dilation: keys between two steps (dilated).
+    draw: of the block and hash masks.
+    option: of the call, one of OPTIONS; "": none.
     tag: a suffix of the name, such as the seed of the draw.
     """
 
@@ -35,18 +71,39 @@ class Case:
     offsets: tuple[int, ...] | None = None
     tag: str = ""
     width: int | None = None
+    dilation: int | None = None
+    draw: Draw | None = None
+    option: str = ""
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
             raise ValueError(f"mask: {self.mask!r} is not one of {MASKS}")
         if self.is_document != (self.offsets is not None):
             raise ValueError(f"offsets: needed by the document masks and by no other, mask is {self.mask!r}")
-        if self.is_band != (self.width is not None):
+        if (self.is_band or self.is_dilated) != (self.width is not None):
             raise ValueError(f"width: needed by window and prefix masks and by no other, mask is {self.mask!r}")
+        if self.is_dilated != (self.dilation is not None):
+            raise ValueError(f"dilation: needed by the dilated mask and by no other, mask is {self.mask!r}")
+        if (self.is_blocks or self.is_hash) != (self.draw is not None):
+            raise ValueError(f"draw: needed by block and hash masks and by no other, mask is {self.mask!r}")
+        if self.option and self.option not in OPTIONS:
+            raise ValueError(f"option: {self.option!r} is not one of {OPTIONS}")
 
     @property
     def is_band(self) -> bool:
         return self.mask.startswith(("window", "prefix"))
+
+    @property
+    def is_dilated(self) -> bool:
+        return self.mask == "dilated"
+
+    @property
+    def is_blocks(self) -> bool:
+        return self.mask.startswith("blocks")
+
+    @property
+    def is_hash(self) -> bool:
+        return self.mask.startswith("hash")
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -64,9 +121,12 @@ class Case:
     @property
     def name(self) -> str:
         parts = [f"d{self.head_dim}", f"{self.batch}x{self.length}", self.mask]
-        parts += [str(self.width)] if self.is_band else []
+        parts += [str(self.width)] if self.width is not None else []
+        parts += [f"by{self.dilation}"] if self.is_dilated else []
+        parts += [f"{self.draw.count}" + ("-per-head" if self.draw.per_head else "")] if self.draw else []
         parts += [f"h{self.heads}"] if self.heads * self.head_dim != HIDDEN else []
         parts += [self.dtype] if self.dtype != "bf16" else []
+        parts += [self.option] if self.option else []
         parts += [self.tag] if self.tag else []
         return "-".join(parts)
 
@@ -76,11 +136,25 @@ class Case:
         offsets = self.offsets or (0, self.length)
         return tuple(end - begin for begin, end in pairwise(offsets))
 
+    def blocks(self) -> torch.Tensor:
+        """bool (heads or 1, n, n), of the block masks."""
+        return draw_blocks(self.draw, self.heads, self.length)
+
+    def buckets(self) -> torch.Tensor:
+        """int32 (heads or 1, length), of the hash masks."""
+        return draw_buckets(self.draw, self.heads, self.length)
+
     @property
-    def pairs(self) -> int:
-        """Allowed (query, key) pairs of one head of one batch entry."""
+    def pairs(self) -> int | float:
+        """Allowed (query, key) pairs of one head of one batch entry; where heads differ, their mean."""
+        if self.is_blocks or self.is_hash:
+            of_heads = _drawn_pairs(self)
+            return of_heads[0] if len(of_heads) == 1 else sum(of_heads) / len(of_heads)
+        row = torch.arange(self.length)
+        if self.is_dilated:
+            sides = (row, self.length - 1 - row)
+            return self.length + sum(int((side // self.dilation).clamp(max=self.width).sum()) for side in sides)
         if self.is_band:
-            row = torch.arange(self.length)
             if self.mask == "prefix":
                 return int((row + 1).clamp(min=min(self.width, self.length)).sum())
             left, right = self.bounds
@@ -92,7 +166,12 @@ class Case:
     @property
     def flops(self) -> int:
         """4 * batch * heads * head_dim * allowed pairs: one multiply and one add for each of QK^T and PV."""
-        return 4 * self.batch * self.heads * self.head_dim * self.pairs
+        return round(4 * self.batch * self.heads * self.head_dim * self.pairs)
+
+    @property
+    def bytes(self) -> int:
+        """What has to cross the memory bus at least: q, k and v once, and the output."""
+        return 4 * self.batch * self.heads * self.length * self.head_dim * ELEMENT_BYTES
 
     def as_dict(self) -> dict:
         return {
@@ -106,7 +185,29 @@ class Case:
             "documents": len(self.document_lengths) if self.is_document else 0,
             "pairs": self.pairs,
             "flops": self.flops,
+            "bytes": self.bytes,
         }
+
+
+@lru_cache(maxsize=64)
+def _drawn_pairs(case: Case) -> list[int]:
+    """Allowed pairs of each head, or of all at once. Kept: large draws take a while."""
+    return _block_pairs(case) if case.is_blocks else _bucket_pairs(case)
+
+
+def _block_pairs(case: Case) -> list[int]:
+    blocks = case.blocks().long()
+    sizes = torch.full((blocks.shape[-1],), BLOCK)
+    sizes[-1] = case.length - BLOCK * (len(sizes) - 1)
+    area = sizes[:, None] * sizes
+    if case.is_causal:
+        area = area.tril(-1) + torch.diag(sizes * (sizes + 1) // 2)
+    return (blocks * area).sum((1, 2)).tolist()
+
+
+def _bucket_pairs(case: Case) -> list[int]:
+    counts = torch.stack([torch.bincount(row, minlength=case.draw.count) for row in case.buckets()])
+    return (counts * (counts + 1) // 2 if case.is_causal else counts * counts).sum(1).tolist()
 
 
 @dataclass(frozen=True)
@@ -131,6 +232,7 @@ class Unit:
     name: str
     lanes: tuple[Lane, ...]
     quick: bool = False  # also part of a quick run
+    whole: str = ""  # label of the lane that says what ours costs where no tile is cut or skipped
 
 
 def document_offsets(tokens: int, documents: int, seed: int) -> tuple[int, ...]:
@@ -138,6 +240,13 @@ def document_offsets(tokens: int, documents: int, seed: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     cuts = torch.randperm(tokens - 1, generator=generator)[: documents - 1] + 1
     return (0, *sorted(cuts.tolist()), tokens)
+
+
+def short_document_offsets(documents: int, least: int, greatest: int, seed: int) -> tuple[int, ...]:
+    """Offsets of that many documents, their lengths uniform in [least, greatest], drawn from the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(least, greatest + 1, (documents,), generator=generator)
+    return (0, *lengths.cumsum(0).tolist())
 
 
 def grid(shrink: int = 1, masks: Iterable[str] = ("dense", "causal"), dtype: str = "bf16") -> list[Case]:
@@ -179,22 +288,107 @@ def documents(candidates: list[str], shrink: int = 1) -> list[Unit]:
     return units
 
 
-def windows(candidates: list[str], shrink: int = 1) -> list[Unit]:
-    """Windows and a prefix beside the whole mask of the same length: what skipping and testing tiles costs."""
-    units = []
-    for mask, whole, length in (
-        ("window", "dense", 32768),
-        ("window-causal", "dense", 32768),
-        ("prefix", "causal", 16384),
-    ):
-        plain = Case(1, max(1, 16 // shrink), length // shrink, 128, whole)
-        case = replace(plain, mask=mask, width=max(1, 4096 // shrink))
-        names = [name for name in candidates if name in ("flashmsa", "fa4", "flex")]
-        own = lanes(case, names) + tuple(
-            Lane(f"{name} {whole}", name, plain) for name in ("flashmsa", "cudnn") if name in candidates
-        )
-        units.append(Unit("windows", case.name, own, True))
+def masks(candidates: list[str], shrink: int = 1) -> list[Unit]:
+    """Every other mask beside what its tiles cost where none is cut or skipped, and beside its peers."""
+    heads = max(1, 16 // shrink)
+    long, plain = (Case(1, heads, length // shrink, 128) for length in (32768, 16384))
+    causal = replace(plain, mask="causal")
+    width = max(1, 4096 // shrink)
+    # NOTE: the tokens of one residue class see a window of as many steps, so these are the same pairs.
+    steps, dilation = max(1, width // 4), 4
+    classes = replace(plain, batch=dilation, length=plain.length // dilation, mask="window", width=steps)
+    blocks, buckets = Draw(10, per_head=True), Draw(64)
+    units = [
+        _masked(replace(long, mask="window", width=width), long, candidates),
+        _masked(replace(long, mask="window-causal", width=width), long, candidates),
+        _masked(replace(plain, mask="prefix", width=width), causal, candidates),
+        _masked(replace(plain, mask="blocks", draw=blocks), plain, candidates),
+        _masked(replace(plain, mask="blocks-causal", draw=blocks), causal, candidates),
+        _masked(replace(plain, mask="dilated", width=steps, dilation=dilation), classes, candidates),
+        _masked(replace(plain, mask="hash-causal", draw=buckets), causal, candidates, HASH_LANES),
+    ]
+    for seed in SEEDS:
+        offsets = document_offsets(plain.length, DOCUMENTS, seed)
+        packed = replace(plain, mask="document", offsets=offsets, tag=f"seed{seed}")
+        for case, whole in ((packed, plain), (replace(packed, mask="document-causal"), causal)):
+            units.append(_masked(case, whole, candidates, VARLEN_LANES, seed == SEEDS[0]))
+    documents, *lengths = SHORT_DOCUMENTS
+    offsets = short_document_offsets(max(2, documents // shrink), *lengths, SEEDS[0])
+    short = Case(1, heads, offsets[-1], 128, "document", offsets=offsets, tag="short")
+    for case in (short, replace(short, mask="document-causal")):
+        units.append(_masked(case, None, candidates, VARLEN_LANES))
     return units
+
+
+# Further candidates of ours, and what their lanes are called.
+HASH_LANES = {
+    "flashmsa graph": "flashmsa-graph",  # the mask made before, in a CUDA graph
+    "flashmsa built": "flashmsa-built",  # the mask made in each call
+    "flashmsa built graph": "flashmsa-updated-graph",  # mask.update and the call in a CUDA graph
+}
+VARLEN_LANES = {"flashmsa varlen": "flashmsa-varlen"}
+
+
+def _peers(case: Case, candidates: list[str]) -> list[str]:
+    """The candidates that know such a mask."""
+    known = {"flex", "flex-fa4"}
+    if case.is_document:
+        known |= {"fa4", "flash"}
+    if case.mask.startswith("window"):
+        known.add("fa4")
+    return [name for name in candidates if name in known or name not in KNOWN]
+
+
+KNOWN = ("flashmsa", "cudnn", "flash", "efficient", "sdpa", "fa4", "flex", "flex-fa4")
+
+
+def _masked(
+    case: Case, whole: Case | None, candidates: list[str], more: dict[str, str] | None = None, quick: bool = True
+) -> Unit:
+    own = [Lane("flashmsa", "flashmsa", case)] if "flashmsa" in candidates else []
+    own += [Lane(label, name, case) for label, name in (more or {}).items()] if own else []
+    own += lanes(case, _peers(case, candidates))
+    if whole is None:
+        return Unit("masks", case.name, tuple(own), quick)
+    names = [name for name in ("flashmsa", "cudnn") if name in candidates and (name == "flashmsa" or not whole.is_band)]
+    own += [Lane(f"{name} {whole.mask}", name, whole) for name in names]
+    return Unit("masks", case.name, tuple(own), quick, f"flashmsa {whole.mask}")
+
+
+def options(candidates: list[str], shrink: int = 1) -> list[Unit]:
+    """A soft cap, ALiBi and sinks, each beside the same call without."""
+    units = []
+    for head_dim in HEAD_DIMS:
+        plain = Case(4, max(1, HIDDEN // head_dim // shrink), max(16, 4096 // shrink), head_dim, "causal")
+        own = []
+        for name in (name for name in candidates if name in ("flashmsa", "cudnn", "fa4", "flex", "flex-fa4")):
+            own.append(Lane(name, name, plain))
+            served = OPTION_SUPPORT.get(name, OPTIONS)
+            own += [Lane(f"{name} {option}", name, replace(plain, option=option)) for option in served]
+        units.append(Unit("options", plain.name, tuple(own), head_dim == 128))
+    return units
+
+
+# What the peers know of softcap, ALiBi and sinks; ours knows all.
+OPTION_SUPPORT = {"cudnn": (), "fa4": ("softcap", "sinks"), "flex": ("softcap", "alibi"), "flex-fa4": ("softcap",)}
+
+
+def construction(candidates: list[str], shrink: int = 1) -> list[Unit]:
+    """How long masks take that are prepared on the device: made anew, and updated inside a CUDA graph."""
+    units = []
+    for length, heads in ((131072, 1), (131072, 16)):
+        case = Case(1, heads, length // shrink, 128, "blocks", draw=Draw(10, per_head=True))
+        own = (
+            Lane("made, counted", "mask-made", case),
+            Lane("made, capacity", "mask-made-capacity", case),
+            Lane("updated, graph", "mask-updated-graph", case),
+        )
+        units.append(Unit("construction", case.name, own, True))
+    for length, heads in ((16384, 1), (16384, 16)):
+        case = Case(1, heads, length // shrink, 128, "hash-causal", draw=Draw(64, per_head=True))
+        own = (Lane("made", "mask-made", case), Lane("updated, graph", "mask-updated-graph", case))
+        units.append(Unit("construction", case.name, own, True))
+    return units if "flashmsa" in candidates else []
 
 
 def one_document(candidates: list[str], shrink: int = 1) -> list[Unit]:
@@ -265,7 +459,9 @@ GROUPS: dict[str, Callable[..., list[Unit]]] = {
     "forward": forward,
     "documents": documents,
     "one-document": one_document,
-    "windows": windows,
+    "masks": masks,
+    "options": options,
+    "construction": construction,
     "small": small,
     "host": host,
     "dtype": dtype,

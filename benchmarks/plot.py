@@ -2,7 +2,8 @@
 """Draws TFLOP/s by length from a result file: python benchmarks/plot.py RESULTS.json [PICTURE.png]
 
 One panel per mask and head dim of the forward group, one line per candidate, the bars from the 10th to the 90th
-percentile of the launches; below them the documents, one group of bars per draw, where they were measured.
+percentile of the launches; below them the documents, one group of bars per draw, and the other masks, one group per
+mask, where they were measured.
 """
 
 from __future__ import annotations
@@ -77,14 +78,36 @@ def draw_documents(axis: Any, units: list[dict[str, Any]]) -> None:
     axis.legend(fontsize=7)
 
 
+def draw_masks(axis: Any, units: list[dict[str, Any]]) -> None:
+    """Bars of ours and of the peers on each mask; a black line for what ours reaches where no tile is cut."""
+    own = [
+        {label: lane for label, lane in unit["lanes"].items() if lane["case"]["name"] == unit["derived"]["case"]}
+        for unit in units
+    ]
+    labels = list(dict.fromkeys(label for lanes in own for label in lanes))
+    width = 0.8 / max(1, len(labels))
+    for index, label in enumerate(labels):
+        rates = [lanes.get(label, {}).get("tflops", 0.0) for lanes in own]
+        axis.bar([i + index * width for i in range(len(units))], rates, width, label=label)
+    for i, unit in enumerate(units):
+        if unit["derived"]["whole"] is not None:
+            rate = unit["lanes"][unit["derived"]["whole"]]["tflops"]
+            axis.hlines(rate, i - width / 2, i + 0.8 - width / 2, color="black", linewidth=1)
+    names = [unit["name"].removeprefix("d128-1x") for unit in units]
+    axis.set_xticks([i + 0.4 - width / 2 for i in range(len(units))], names, rotation=25, ha="right", fontsize=7)
+    axis.set_title("masks over allowed pairs; black: ours where no tile is cut or skipped", fontsize=10)
+    axis.legend(fontsize=7)
+
+
 def plot(data: dict[str, Any], path: Path) -> None:
     """Writes the picture of a result file (see report.check_results) to `path`."""
     forward = [unit for unit in data["units"] if unit["group"] == "forward"]
     documents = [unit for unit in data["units"] if unit["group"] == "documents" and unit["lanes"]]
+    masks = [unit for unit in data["units"] if unit["group"] == "masks" and unit["lanes"]]
     dims = sorted({lane["case"]["head_dim"] for unit in forward for lane in unit["lanes"].values()})
-    if not dims and not documents:
-        raise ValueError("results: neither forward nor documents were measured; there is nothing to draw")
-    rows = (len(MASKS) if dims else 0) + (1 if documents else 0)
+    if not dims and not documents and not masks:
+        raise ValueError("results: neither forward nor documents nor masks were measured; there is nothing to draw")
+    rows = (len(MASKS) if dims else 0) + bool(documents) + bool(masks)
     columns = max(1, len(dims))
     figure = plt.figure(figsize=(4.2 * max(columns, 2), 3.2 * rows), layout="constrained")
     grid = figure.add_gridspec(rows, columns)
@@ -97,7 +120,9 @@ def plot(data: dict[str, Any], path: Path) -> None:
             if row == column == 0:
                 axis.legend(fontsize=7)
     if documents:
-        draw_documents(figure.add_subplot(grid[rows - 1, :]), documents)
+        draw_documents(figure.add_subplot(grid[rows - 1 - bool(masks), :]), documents)
+    if masks:
+        draw_masks(figure.add_subplot(grid[rows - 1, :]), masks)
     machine = data["environment"]
     figure.suptitle(f"{machine['gpu']}, torch {machine['torch']}, {data['date']}; dotted: bf16 matmul", fontsize=9)
     figure.savefig(path, dpi=130)

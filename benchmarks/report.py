@@ -113,6 +113,43 @@ def add_document_cost(unit: dict[str, Any]) -> None:
     unit["derived"]["of_plain"] = document["tflops"] / plain["tflops"] if document and plain else None
 
 
+def add_mask_figures(unit: dict[str, Any], own: str, whole: str) -> None:
+    """of_peer: each of our lanes' rate over the fastest peer's on the same case; of_whole: over the whole mask's."""
+    lanes = unit["lanes"]
+    peers = {label: lane["tflops"] for label, lane in lanes.items() if is_own_case(lane, own) and not is_ours(lane)}
+    best = max(peers, key=peers.__getitem__, default=None)
+    unit["derived"] |= {"case": own, "whole": whole if whole in lanes else None, "best_peer": best}
+    for lane in lanes.values():
+        if is_own_case(lane, own) and is_ours(lane):
+            lane["of_peer"] = lane["tflops"] / peers[best] if best else None
+            lane["of_whole"] = lane["tflops"] / lanes[whole]["tflops"] if whole in lanes else None
+
+
+def is_ours(lane: dict[str, Any]) -> bool:
+    return lane["candidate"].startswith(OURS)
+
+
+def is_own_case(lane: dict[str, Any], name: str) -> bool:
+    return lane["case"]["name"] == name
+
+
+def add_floors(units: list[dict], copy_gbs: float | None) -> None:
+    """of_floor: the time in which q, k, v and the output cross the memory bus at a copy's speed, over a lane's time."""
+    for unit in (unit for unit in units if unit["group"] == "masks"):
+        for lane in unit["lanes"].values():
+            gbs = lane["case"]["bytes"] / (lane["ms"]["median"] * 1e6)
+            lane["of_floor"] = gbs / copy_gbs if copy_gbs else None
+
+
+def add_option_costs(unit: dict[str, Any]) -> None:
+    """slower: by how much more time a lane takes than the same candidate without the option; .05 is 5 % longer."""
+    plain = {lane["candidate"]: lane for label, lane in unit["lanes"].items() if label == lane["candidate"]}
+    for label, lane in unit["lanes"].items():
+        base = plain.get(lane["candidate"])
+        if base is not None and label != lane["candidate"]:
+            lane["slower"] = lane["ms"]["median"] / base["ms"]["median"] - 1
+
+
 def add_host_ratio(unit: dict[str, Any]) -> None:
     ours, sdpa = unit["lanes"].get("flashmsa-eager"), unit["lanes"].get("sdpa")
     unit["derived"]["of_sdpa"] = ours["us"]["median"] / sdpa["us"]["median"] if ours and sdpa else None
@@ -183,6 +220,26 @@ def summarise(units: list[dict]) -> dict[str, Any]:
         "one_document_of_plain": _derived_range(units, "one-document", "of_plain"),
         "host_of_sdpa": _derived_range(units, "host", "of_sdpa"),
         "small": _dispatch_summary(units),
+        "masks": {u["name"]: _mask_summary(u) for u in units if u["group"] == "masks"},
+        "options": {
+            u["name"]: {label: lane["slower"] for label, lane in u["lanes"].items() if "slower" in lane}
+            for u in units
+            if u["group"] == "options"
+        },
+        "construction_us": {
+            u["name"]: {label: lane["us"]["median"] for label, lane in u["lanes"].items()}
+            for u in units
+            if u["group"] == "construction"
+        },
+    }
+
+
+def _mask_summary(unit: dict[str, Any]) -> dict[str, Any]:
+    figures = ("tflops", "of_whole", "of_peer", "of_floor")
+    own = {label: lane for label, lane in unit["lanes"].items() if "of_peer" in lane}
+    return {
+        "best_peer": unit["derived"]["best_peer"],
+        "lanes": {label: {key: lane.get(key) for key in figures} for label, lane in own.items()},
     }
 
 
@@ -201,7 +258,7 @@ def check_results(data: dict[str, Any]) -> None:
         if absent:
             raise ValueError(f"results: unit {unit.get('name')} lacks {', '.join(absent)}")
         for label, lane in unit["lanes"].items():
-            wanted = ("us",) if unit["group"] == "host" else ("ms", "tflops", "flops")
+            wanted = ("us",) if unit["group"] in ("host", "construction") else ("ms", "tflops", "flops")
             gone = [key for key in ("candidate", "case", *wanted) if key not in lane]
             if gone:
                 raise ValueError(f"results: {unit['name']}, {label}: {', '.join(gone)} missing")
@@ -307,6 +364,53 @@ def _time_table(units: list[dict], pattern: str, factor: float) -> str:
     return table(["case", *labels], rows)
 
 
+MASK_PEERS = ("fa4", "flash", "flex", "flex-fa4")
+
+
+def _mask_table(units: list[dict]) -> str:
+    """A row for each of our lanes on a unit's own case."""
+    peers = [name for name in MASK_PEERS if any(name in unit["lanes"] for unit in units)]
+    header = ["case", "lane", "TFLOP/s", "us", "util", *peers, "of peer", "whole", "of whole", "tile eff.", "of floor"]
+    rows = []
+    for unit in units:
+        lanes, derived = unit["lanes"], unit["derived"]
+        whole = lanes.get(derived["whole"], {})
+        rates = [number(lanes.get(name, {}).get("tflops"), ".1f") for name in peers]
+        for label, lane in lanes.items():
+            if not (is_ours(lane) and is_own_case(lane, derived["case"])):
+                continue
+            figures = [
+                label,
+                _rate(lane),
+                number(lane["ms"]["median"] * 1e3, ".1f"),
+                number(lane["utilisation"], ".3f"),
+            ]
+            figures += [*rates, number(lane["of_peer"], ".2f"), number(whole.get("tflops"))]
+            figures += [number(lane["of_whole"], ".3f"), number(derived["tile_efficiency"], ".3f")]
+            rows.append([unit["name"], *figures, number(lane.get("of_floor"), ".2f")])
+    return table(header, rows)
+
+
+def _option_table(units: list[dict]) -> str:
+    rows = []
+    for unit in units:
+        for label, lane in unit["lanes"].items():
+            slower = "-" if "slower" not in lane else f"{100 * lane['slower']:+.1f}%"
+            rows.append([f"{unit['name']}  {label}", _rate(lane), number(lane["ms"]["median"], ".4f"), slower])
+    return table(["case and candidate", "TFLOP/s", "ms", "slower"], rows)
+
+
+def _construction_table(units: list[dict]) -> str:
+    labels = _labels(units)
+    rows = []
+    for unit in units:
+        times = [unit["lanes"].get(label) for label in labels]
+        rows.append(
+            [unit["name"], *("-" if t is None else f"{t['us']['median']:.1f} ({t['us']['p90']:.1f})" for t in times)]
+        )
+    return table(["mask", *labels], rows)
+
+
 def _steady_table(units: list[dict]) -> str:
     rows = []
     for unit in units:
@@ -324,7 +428,16 @@ _TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "forward": ("forward: TFLOP/s, L2 flushed, median; util, of matmul, MHz and ratio to cuDNN are ours", _rate_table),
     "documents": ("documents: TFLOP/s over allowed pairs; target = our dense rate * tile efficiency", _documents_table),
     "one-document": ("one document over everything, against no document mask: TFLOP/s", _one_document_table),
-    "windows": ("windows and a prefix: TFLOP/s over allowed pairs, beside the whole mask", _rate_table),
+    "masks": (
+        "masks: TFLOP/s over allowed pairs; of peer: over the fastest; whole: what ours reaches where no tile is cut; "
+        "of floor: memory floor / time",
+        _mask_table,
+    ),
+    "options": ("options: time beside the same call without", _option_table),
+    "construction": (
+        "making a mask: microseconds, median (p90); made: events around the Python call on an idle device",
+        _construction_table,
+    ),
     "small": ("short sequences: microseconds a launch inside a graph", lambda units: _time_table(units, ".2f", 1e3)),
     "host": ("host time of an eager call: microseconds, median (p90)", _host_table),
     "dtype": ("fp16 beside bf16: TFLOP/s; figures at the end are our bf16's", lambda u: _rate_table(u, f"{OURS} bf16")),
@@ -385,6 +498,8 @@ def text(data: dict[str, Any]) -> str:
     ]
     if ceiling["tflops"]:
         last.append(f"bf16 matmul {ceiling['size']}: {ceiling['tflops']:.0f} TFLOP/s ({ceiling['note']})")
+    if ceiling.get("copy_gbs"):
+        last.append(f"copy: {ceiling['copy_gbs']:.0f} GB/s, read and written")
     last += _skipped_lines(data["units"]) + _summary_lines(data)
     if data["dry_run"]:
         last.append("dry run on the CPU: these figures say nothing about any kernel")

@@ -3,6 +3,11 @@
 
     python benchmarks/run.py                         the forward grid, documents, one document, host time
     python benchmarks/run.py --group forward --quick fewer cases and launches
+    python benchmarks/run.py --group masks,options,construction
+                                                     every other mask, softcap, ALiBi and sinks, the making of masks
+    python benchmarks/run.py --group masks --peers cudnn,flash,fa4,flex,flex-fa4
+                                                     with FlexAttention, by Triton and by flash-attn-4's kernel
+    FLASHMSA_FA4_SITE=PATHS python benchmarks/run.py flash-attn-4 from where its wheels were unpacked
     python benchmarks/run.py --steady                also seconds of launches of six cases, with energy
     python benchmarks/run.py --ncu d128-4x4096-dense one case under Nsight Compute
     python benchmarks/run.py --dry-run               everything on the CPU with tiny shapes; the figures mean nothing
@@ -39,6 +44,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 WRONG = 0.02  # relative RMS difference between two bf16 kernels that compute the same: a few 1e-3
 STEADY_CASES = tuple(f"d{dim}-4x4096-{mask}" for dim in cases.HEAD_DIMS for mask in ("dense", "causal"))
 STEADY_GROUPS = ("forward", "documents")
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 16}
 DRY_SHRINK = 64  # lengths and heads of a dry run are divided by this
 CEILING_SIZE = {"cuda": 8192, "cpu": 64}
 
@@ -56,7 +62,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--cases", default="", help="regular expression that a unit's name must contain")
     add("--quick", action="store_true", help="the few cases that say most, 10 launches each")
     add("--launches", type=int, help="launches of each candidate and case (30)")
-    add("--peers", default=",".join(candidates.PEERS), help="comma-separated, of cudnn, flash, fa4, efficient, flex")
+    add(
+        "--peers",
+        default=",".join(candidates.PEERS),
+        help="comma-separated, of cudnn, flash, fa4, efficient, flex, flex-fa4",
+    )
     add("--flex", action="store_true", help="FlexAttention too (compiles each case)")
     add("--candidate", action="append", default=[], metavar="NAME=MODULE:ATTR", help="add or replace a candidate")
     add("--layout", choices=("bhsd", "bshd"), default="bhsd", help="memory order of q, k, v")
@@ -117,7 +127,7 @@ def prepare(unit: Unit) -> tuple[dict[str, timing.Call], dict[str, str], dict[st
         except candidates.Unavailable as error:
             skipped[lane.label] = str(error)
             continue
-        if not lane.extra_flops:
+        if not lane.extra_flops and unit.group != "construction":
             outputs[lane.label] = candidates.canonical(lane.case, result)
     return calls, skipped, differences(unit, outputs)
 
@@ -141,6 +151,9 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
     record["differences"] = errors
     lanes = {lane.label: lane for lane in unit.lanes if lane.label in calls}
     launches = args.launches or (2 if args.dry_run else 10 if args.quick else 30)
+    if unit.group == "construction":
+        record["lanes"] = measure_construction(lanes, calls, device, launches)
+        return record
     if unit.group == "host":
         record["lanes"] = measure_host(lanes, device, launches)
         report.add_host_ratio(record)
@@ -159,9 +172,24 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
         report.add_document_target(record, candidates.tile_efficiency(case, candidates.kernel_tile(case)))
     if unit.group == "one-document":
         report.add_document_cost(record)
+    if unit.group == "masks":
+        report.add_mask_figures(record, unit.lanes[0].case.name, unit.whole)
+        add_visited_share(record, unit.lanes[0])
+    if unit.group == "options":
+        report.add_option_costs(record)
     if unit.name in args.steady.split(",") and unit.group in STEADY_GROUPS:
         add_steady(record, lanes, calls, device, nvml, args)
     return record
+
+
+def add_visited_share(record: dict[str, Any], lane: Lane) -> None:
+    record["derived"]["tile_efficiency"] = None
+    if lane.label not in record["lanes"]:
+        return
+    try:
+        record["derived"]["tile_efficiency"] = candidates.visited_share(lane.case)
+    except (RuntimeError, ValueError) as error:  # the times are what counts
+        record["skipped"]["tile count"] = str(error)
 
 
 def measure_host(lanes: dict[str, Lane], device: Any, launches: int) -> dict[str, Any]:
@@ -170,6 +198,23 @@ def measure_host(lanes: dict[str, Lane], device: Any, launches: int) -> dict[str
     times = timing.host_times(device, calls, chunks, chunk)
     return {
         label: {"candidate": lane.candidate, "case": lane.case.as_dict(), "us": timing.spread(times[label])}
+        for label, lane in lanes.items()
+    }
+
+
+def measure_construction(
+    lanes: dict[str, Lane], calls: dict[str, timing.Call], device: Any, launches: int
+) -> dict[str, Any]:
+    """Calls from Python on an idle device, host time included; replays of a graph behind other work, without it."""
+    graphs = {label for label, lane in lanes.items() if lane.candidate.endswith("graph")}
+    times = timing.alone(device, {label: call for label, call in calls.items() if label not in graphs}, launches)
+    times |= timing.interleaved(device, {label: calls[label] for label in calls if label in graphs}, launches)
+    return {
+        label: {
+            "candidate": lane.candidate,
+            "case": lane.case.as_dict(),
+            "us": timing.spread([ms * 1e3 for ms in times[label].ms]),
+        }
         for label, lane in lanes.items()
     }
 
@@ -201,6 +246,14 @@ def measure_ceiling(device: Any, launches: int = 20) -> float:
     return 2 * size**3 / (timing.spread(times["matmul"].ms)["median"] * 1e9)
 
 
+def measure_copy(device: Any, launches: int = 10) -> float:
+    """GB/s of a copy, bytes read and written: the ceiling of what is limited by the memory bus."""
+    size = COPY_BYTES[device.kind]
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device.kind) for _ in range(2))
+    times = timing.interleaved(device, {"copy": lambda: target.copy_(source)}, launches)
+    return 2 * size / (timing.spread(times["copy"].ms)["median"] * 1e6)
+
+
 def new_results(args: argparse.Namespace, argv: list[str], device: Any, nvml: Any) -> dict[str, Any]:
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     return {
@@ -211,7 +264,14 @@ def new_results(args: argparse.Namespace, argv: list[str], device: Any, nvml: An
         "settings": settings,
         "environment": environment(nvml, args.commit),
         "clocks": {"source": device.clock_source, "before": nvml.state() if nvml else None, "after": None},
-        "ceiling": {"size": CEILING_SIZE[device.kind], "dtype": "bf16", "measured": [], "tflops": None, "note": ""},
+        "ceiling": {
+            "size": CEILING_SIZE[device.kind],
+            "dtype": "bf16",
+            "measured": [],
+            "tflops": None,
+            "note": "",
+            "copy_gbs": None,
+        },
         "units": [],
         "summary": {},
     }
@@ -224,6 +284,7 @@ def finish(data: dict[str, Any], nvml: Any, path: Path) -> None:
     ceiling["tflops"] = sum(measured) / len(measured) if measured else None
     ceiling["note"] = "mean of " + ", ".join(f"{value:.0f}" for value in measured)
     report.add_ceiling(data["units"], ceiling["tflops"])
+    report.add_floors(data["units"], ceiling["copy_gbs"])
     data["summary"] = report.summarise(data["units"])
     data["clocks"]["after"] = nvml.state() if nvml else None
     report.write_json(data, path)
@@ -250,6 +311,8 @@ def measure(
     started = time.monotonic()
     for group in dict.fromkeys(unit.group for unit in units):
         data["ceiling"]["measured"].append(measure_ceiling(device))
+        if group == "masks":
+            data["ceiling"]["copy_gbs"] = measure_copy(device)
         for unit in (unit for unit in units if unit.group == group):
             data["units"].append(run_unit(unit, device, nvml, args))
         finish(data, nvml, path)
@@ -260,6 +323,8 @@ def measure(
 
 
 def lacks_ours(unit: dict[str, Any]) -> bool:
+    if unit["group"] == "construction":
+        return bool(unit["skipped"])
     return any("flashmsa" in label or label in ("one document", "plain") for label in unit["skipped"])
 
 
@@ -280,6 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     candidates.settings.device = "cpu" if args.dry_run else "cuda"
     candidates.settings.layout = args.layout
     candidates.release()
+    candidates.add_fa4_site()
     if args.ncu_child:
         chosen_candidates(args)
         return ncu.child(named_case(args.ncu_child), args.ncu_candidate)

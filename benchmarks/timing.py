@@ -92,6 +92,24 @@ def _launch(device: Any, call: Call) -> tuple[Any, Any, Any, Any]:
     return begin, end, probe0, probe1
 
 
+def alone(device: Any, calls: dict[str, Call], launches: int, warmup: int = 5) -> dict[str, Launches]:
+    """Every call in turn on an idle device: the events enclose the whole call, the host's share too."""
+    results = {name: Launches() for name in calls}
+    with no_garbage_collection():
+        for index in range(warmup + launches):
+            for name, call in calls.items():
+                device.flush()
+                device.synchronize()
+                begin = device.mark()
+                call()
+                end = device.mark()
+                device.synchronize()
+                if index >= warmup:
+                    results[name].ms.append(device.elapsed_ms(begin, end))
+                    results[name].mhz.append(None)
+    return results
+
+
 @dataclass
 class Slice:
     """Launches of one candidate in a row. begin and end are time.monotonic() seconds."""

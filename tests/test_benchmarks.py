@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import candidates, cases, device, ncu, plot, report, run, timing
-from benchmarks.cases import Case, Lane, Unit
+from benchmarks.cases import Case, Draw, Lane, Unit
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def _candidates() -> Iterator[None]:
 
 
 def allowed(case: Case) -> torch.Tensor:
-    """The mask of a case from its definition, (length, length)."""
+    """The mask of a case from its definition, (length, length), or (heads, length, length) where heads differ."""
     i = torch.arange(case.length)
     result = torch.ones(case.length, case.length, dtype=torch.bool)
     if case.offsets is not None:
@@ -52,33 +52,83 @@ def allowed(case: Case) -> torch.Tensor:
         result &= (i[None, :] - i[:, None]).abs() <= case.width
     if case.mask == "prefix":
         result &= (i[None, :] < case.width) | (i[None, :] <= i[:, None])
-    return result
+    if case.mask == "dilated":
+        steps = (i[None, :] - i[:, None]) / case.dilation
+        result &= (steps == steps.round()) & (steps.abs() <= case.width)
+    if case.is_blocks:
+        block = i // 128
+        result = result & case.blocks()[:, block][:, :, block]
+    if case.is_hash:
+        buckets = case.buckets()
+        result = result & (buckets[:, :, None] == buckets[:, None, :])
+    return result[0] if result.dim() == 3 and len(result) == 1 else result
 
 
 DOCUMENTS = (0, 3, 3, 40, 41, 97)
 SMALL_CASES = [
     Case(
-        *(2, 3, 97, 64, mask),
+        *(2, 3, 300 if mask.startswith("blocks") else 97, 64, mask),
         offsets=DOCUMENTS if mask.startswith("document") else None,
-        width=20 if mask.startswith(("window", "prefix")) else None,
+        width=20 if mask.startswith(("window", "prefix", "dilated")) else None,
+        dilation=3 if mask == "dilated" else None,
+        draw=Draw({"blocks": 30, "hash": 7}[mask.split("-")[0]], per_head=per_head) if drawn else None,
     )
     for mask in cases.MASKS
+    for drawn in (mask.startswith(("blocks", "hash")),)
+    for per_head in ((False, True) if drawn else (False,))
 ]
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
 def test_flops_count_every_allowed_pair(case: Case) -> None:
-    pairs = int(allowed(case).sum())
-    assert case.pairs == pairs
-    assert case.flops == 4 * 2 * 3 * 64 * pairs
+    of_heads = allowed(case).expand(3, -1, -1).sum((1, 2))
+    assert case.pairs == pytest.approx(float(of_heads.double().mean()))
+    assert case.flops == 4 * 2 * 64 * int(of_heads.sum())
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
 def test_our_mask_allows_the_pairs_that_are_counted(case: Case) -> None:
     flashmsa = pytest.importorskip("flashmsa")
     mask = candidates._our_mask(case) or flashmsa.Dense()
-    dense = torch.as_tensor(mask.to_dense(case.length, case.length)).reshape(case.length, case.length)
-    assert torch.equal(dense, allowed(case))
+    dense = torch.as_tensor(mask.to_dense(case.length, case.length))
+    assert torch.equal(dense.expand(1, 3, -1, -1)[0], allowed(case).expand(3, -1, -1))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
+def test_flex_attends_to_the_pairs_that_are_counted(case: Case) -> None:
+    assert_close(candidates.FACTORIES["flex"](case)(), exact(case)())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("option", cases.OPTIONS)
+def test_options_are_the_same_for_ours_and_for_the_peers(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flashmsa = pytest.importorskip("flashmsa")
+    monkeypatch.setattr(candidates, "SOFTCAP", 2.0)  # one that logits of random inputs feel
+    case = Case(2, 3, 97, 64, "causal", option=option)
+    q, k, v = (x.double() for x in candidates.inputs(case))
+    named = {
+        "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": candidates.alibi_slopes(case)},
+        "sinks": {"sinks": candidates.sinks(case)},
+    }  # fmt: skip
+    expected = flashmsa.reference(q, k, v, mask=flashmsa.Causal(), **named[option])
+    plain = flashmsa.reference(q, k, v, mask=flashmsa.Causal())
+    assert (expected - plain).norm() > 0.05 * plain.norm(), "the option must be seen in the result"
+    ours = flashmsa.attention(*candidates.inputs(case), mask=flashmsa.Causal(), backend="torch",
+                              **candidates._our_options(case))  # fmt: skip
+    assert_close(ours, expected)
+    if option in cases.OPTION_SUPPORT["flex"]:
+        assert_close(candidates.FACTORIES["flex"](case)(), expected)
+    else:
+        with pytest.raises(candidates.Unavailable, match="has no sinks"):
+            candidates.FACTORIES["flex"](case)
+    with pytest.raises(candidates.Unavailable, match="SDPA has no such mask or option"):
+        candidates.FACTORIES["sdpa"](case)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """To the rounding of bf16, of the inputs' dtype."""
+    assert (out.double() - expected.double()).norm() < 0.01 * expected.double().norm()
 
 
 def test_forward_grid_is_16384_tokens_of_2048_features() -> None:
@@ -122,7 +172,47 @@ def test_documents_are_compared_with_dense_in_the_same_loop() -> None:
         assert {lane.case.length for lane in unit.lanes} == {16384}
 
 
+def test_blocks_and_buckets_are_drawn_as_named() -> None:
+    generator = torch.Generator().manual_seed(1)
+    expected = (torch.rand(128, 128, generator=generator) < 0.1) | torch.eye(128, dtype=torch.bool)
+    assert torch.equal(cases.draw_blocks(Draw(10), 16, 16384)[0], expected)
+    assert int(expected.sum()) == 1755  # the draw must not move with the library
+    heads = cases.draw_blocks(Draw(10, per_head=True), 16, 16384)
+    assert heads.shape == (16, 128, 128) and not torch.equal(heads[0], heads[1])
+    buckets = cases.draw_buckets(Draw(64), 16, 16384)
+    assert buckets.shape == (1, 16384) and buckets.dtype == torch.int32
+    assert buckets.unique().tolist() == list(range(64)) and buckets[0, :3].tolist() == [37, 43, 12]
+
+
+def test_short_documents_have_the_lengths_asked_for() -> None:
+    offsets = cases.short_document_offsets(512, 32, 256, 1)
+    lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
+    assert len(lengths) == 512 and min(lengths) == 32 and max(lengths) == 256
+    assert offsets[-1] == 74329
+
+
+def test_masks_stand_beside_what_is_whole_and_beside_peers_that_know_them() -> None:
+    units = {unit.name: unit for unit in cases.masks(["flashmsa", "cudnn", "flash", "fa4", "flex"])}
+    labels = {name: [lane.label for lane in unit.lanes] for name, unit in units.items()}
+    assert labels["d128-1x32768-window-4096"] == ["flashmsa", "fa4", "flex", "flashmsa dense", "cudnn dense"]
+    assert labels["d128-1x16384-prefix-4096"] == ["flashmsa", "flex", "flashmsa causal", "cudnn causal"]
+    assert labels["d128-1x16384-dilated-1024-by4"] == ["flashmsa", "flex", "flashmsa window"]
+    varlen = ["flashmsa", "flashmsa varlen", "flash", "fa4", "flex"]
+    assert labels["d128-1x16384-document-causal-seed5"] == [*varlen, "flashmsa causal", "cudnn causal"]
+    assert labels["d128-1x74329-document-short"] == varlen
+    assert sum(label in ("flashmsa", *cases.HASH_LANES) for label in labels["d128-1x16384-hash-causal-64"]) == 4
+    assert all(unit.whole in labels[name] for name, unit in units.items() if unit.whole)
+    dilated = units["d128-1x16384-dilated-1024-by4"].lanes
+    assert dilated[0].flops == dilated[-1].flops, "the window has the same pairs"
+
+
 def test_bad_cases_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="dilation: needed by the dilated mask"):
+        Case(1, 1, 8, 64, "dilated", width=2)
+    with pytest.raises(ValueError, match="draw: needed by block and hash masks"):
+        Case(1, 1, 8, 64, "hash")
+    with pytest.raises(ValueError, match="option: 'dropout'"):
+        Case(1, 1, 8, 64, option="dropout")
     with pytest.raises(ValueError, match="mask: 'windows'"):
         Case(1, 1, 8, 64, "windows")
     with pytest.raises(ValueError, match="width: needed by window and prefix masks"):
@@ -240,6 +330,15 @@ def test_candidates_take_turns_and_the_flush_is_outside_the_events() -> None:
     assert recorder.log == one_round * 6 + ["synchronize"]
     assert {name: found.ms for name, found in times.items()} == {"a": [2.0] * 4, "b": [5.0] * 4, "c": [7.0] * 4}
     assert times["c"].median_mhz() == 1007.0
+
+
+def test_calls_alone_begin_on_an_idle_device() -> None:
+    recorder = Recorder()
+    calls = {"a": recorder.work("a", 2.0), "b": recorder.work("b", 5.0)}
+    times = timing.alone(recorder, calls, launches=3, warmup=1)
+    one_round = [x for name in calls for x in ("flush", "synchronize", "mark", name, "mark", "synchronize")]
+    assert recorder.log == one_round * 4
+    assert {name: found.ms for name, found in times.items()} == {"a": [2.0] * 3, "b": [5.0] * 3}
 
 
 def test_warmup_rounds_are_not_counted() -> None:
@@ -404,6 +503,52 @@ def test_summary_gives_geometric_means_and_the_worst_case(results: dict) -> None
     assert results["units"][1]["lanes"]["flashmsa"]["of_matmul"] == pytest.approx(720 / 800)
 
 
+def mask_record() -> dict:
+    """A window at 600 TFLOP/s of a dense 750, flash-attn-4 at 500 and FlexAttention at 400."""
+    dense = Case(1, 16, 16384, 128)
+    case = replace(dense, mask="window", width=512)
+    lanes = {
+        name: lane_record(name, case, rate) for name, rate in (("flashmsa", 600.0), ("flex", 400.0), ("fa4", 500.0))
+    }
+    lanes["flashmsa dense"] = lane_record("flashmsa", dense, 750.0)
+    unit = unit_record("masks", case.name, lanes)
+    report.add_mask_figures(unit, case.name, "flashmsa dense")
+    unit["derived"]["tile_efficiency"] = 0.9
+    return unit
+
+
+def test_masks_are_judged_by_the_whole_mask_the_fastest_peer_and_the_memory_floor() -> None:
+    unit = mask_record()
+    ours = unit["lanes"]["flashmsa"]
+    assert unit["derived"]["best_peer"] == "fa4"
+    assert (ours["of_peer"], ours["of_whole"]) == (pytest.approx(1.2), pytest.approx(0.8))
+    assert "of_peer" not in unit["lanes"]["flashmsa dense"] and "of_peer" not in unit["lanes"]["fa4"]
+    report.add_floors([unit], 4000.0)
+    seconds = 4 * 16 * 16384 * 128 * 2 / 4000e9  # q, k, v and the output of 2 bytes an element
+    assert ours["of_floor"] == pytest.approx(seconds / (ours["ms"]["median"] / 1e3))
+    summary = report.summarise([unit])["masks"][unit["name"]]
+    assert summary["best_peer"] == "fa4" and list(summary["lanes"]) == ["flashmsa"]
+    table = report._mask_table([unit])
+    assert "1.20" in table and "0.800" in table and "0.900" in table and "flashmsa dense" not in table
+    alone = unit_record("masks", "x", {"flashmsa": lane_record("flashmsa", Case(1, 1, 64, 64), 1.0)})
+    report.add_mask_figures(alone, "d64-1x64-dense-h1", "")
+    assert alone["lanes"]["flashmsa"]["of_peer"] is None and alone["derived"]["whole"] is None
+
+
+def test_options_cost_what_they_add_to_the_same_candidate() -> None:
+    case = Case(4, 16, 4096, 128, "causal")
+    capped = replace(case, option="softcap")
+    unit = unit_record("options", case.name, {
+        "flashmsa": lane_record("flashmsa", case, 600.0), "flashmsa softcap": lane_record("flashmsa", capped, 500.0),
+        "fa4": lane_record("fa4", case, 550.0), "fa4 softcap": lane_record("fa4", capped, 275.0),
+    })  # fmt: skip
+    report.add_option_costs(unit)
+    assert unit["lanes"]["flashmsa softcap"]["slower"] == pytest.approx(0.2)
+    assert unit["lanes"]["fa4 softcap"]["slower"] == pytest.approx(1.0)
+    assert "slower" not in unit["lanes"]["flashmsa"]
+    assert "+20.0%" in report._option_table([unit])
+
+
 def test_ratio_is_taken_on_the_same_case_only() -> None:
     bf16, fp16 = Case(1, 16, 1024, 128), Case(1, 16, 1024, 128, dtype="fp16")
     unit = unit_record("dtype", bf16.name, {
@@ -454,6 +599,9 @@ def test_plot_draws_what_was_measured(results: dict, tmp_path: Path) -> None:
     report.write_json(results, tmp_path / "r.json")
     assert plot.main([str(tmp_path / "r.json")]) == 0
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    report.write_json({**results, "units": [*results["units"], mask_record()]}, tmp_path / "masks.json")
+    assert plot.main([str(tmp_path / "masks.json")]) == 0
+    assert (tmp_path / "masks.png").stat().st_size > (tmp_path / "r.png").stat().st_size
     with pytest.raises(ValueError, match="nothing to draw"):
         plot.plot({**results, "units": []}, tmp_path / "none.png")
 
@@ -521,7 +669,7 @@ def dry_run(out: Path, *arguments: str) -> tuple[int, dict]:
 
 
 def test_dry_run_goes_through_every_device_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    groups = "forward,documents,one-document,windows,small,dtype"
+    groups = "forward,documents,one-document,small,dtype"
     steady = ["--steady", "d64-4x64-causal-h1", "--seconds", "0.02"]
     code, data = dry_run(
         tmp_path / "r.json",
@@ -529,7 +677,7 @@ def test_dry_run_goes_through_every_device_group(tmp_path: Path, monkeypatch: py
         "--group",
         groups,
         "--cases",
-        "d64|document|window|prefix",
+        "d64|document",
         *steady,
     )
     printed = capsys.readouterr().out
@@ -552,6 +700,60 @@ def test_dry_run_with_the_cpu_backend(tmp_path: Path) -> None:
     assert [unit["group"] for unit in data["units"]] == ["forward", "forward", *["host"] * 3, "table"]
     assert all(unit["derived"]["of_sdpa"] > 0 for unit in data["units"] if unit["group"] == "host")
     assert "qkv+flashmsa" in data["units"][-1]["lanes"]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_dry_run_of_masks_options_and_construction(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("flashmsa")
+    code, data = dry_run(tmp_path / "r.json", "--group", "masks,options,construction", "--peers", "cudnn,flex")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    units = {unit["name"]: unit for unit in data["units"]}
+    checked = [unit for unit in data["units"] if unit["group"] == "masks"]
+    assert len(checked) == 11 and all(unit["differences"]["flashmsa"] < run.WRONG for unit in checked)
+    assert data["ceiling"]["copy_gbs"] > 0 and all(unit["lanes"]["flashmsa"]["of_floor"] > 0 for unit in checked)
+    assert set(cases.HASH_LANES) <= set(units["d128-1x256-hash-causal-64-h1"]["lanes"])
+    assert units["d128-1x256-dilated-16-by4-h1"]["lanes"]["flashmsa"]["of_whole"] > 0
+    costs = data["summary"]["options"]["d128-4x64-causal-h1"]
+    assert set(costs) == {*(f"flashmsa {option}" for option in cases.OPTIONS), "flex softcap", "flex alibi"}
+    made = data["summary"]["construction_us"]["d128-1x2048-blocks-10-per-head-h1"]
+    assert set(made) == {"made, counted", "made, capacity", "updated, graph"} and min(made.values()) > 0
+    assert "flashmsa built graph" in printed and "making a mask" in printed
+
+
+def test_a_mask_that_cannot_be_made_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def broken(case: Case) -> candidates.Call:
+        raise candidates.Unavailable("no such mask")
+
+    monkeypatch.setitem(candidates.FACTORIES, "mask-made", broken)
+    code, _ = dry_run(tmp_path / "r.json", "--group", "construction", "--cases", "hash")
+    assert code == 1 and "left out: made in 2 units: no such mask" in capsys.readouterr().out
+
+
+def test_flash_attn_4_is_looked_for_where_the_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site" / "flash_attn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "cute.py").write_text("def flash_attn_func(q, k, v, **options):\n    return options, q.shape\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(candidates.FA4_SITE, f"{tmp_path / 'none'}:{tmp_path / 'site'}")
+    candidates._fa4.cache_clear()
+    try:
+        candidates.add_fa4_site()
+        assert sys.path[-1] == str(tmp_path / "site")
+        case = Case(1, 2, 8, 64, "window", width=3)
+        assert candidates.fa4(case)() == ({"window_size": (3, 3)}, (1, 8, 2, 64))
+        capped = Case(1, 2, 8, 64, "causal", option="softcap")
+        assert candidates.fa4(capped)()[0] == {"causal": True, "softcap": 50.0}
+        sink = candidates.fa4(replace(capped, option="sinks"))()[0]["learnable_sink"]
+        assert torch.equal(sink.float(), candidates.sinks(capped))
+        for other in (replace(capped, option="alibi"), Case(1, 2, 8, 64, "hash", draw=Draw(2))):
+            with pytest.raises(candidates.Unavailable, match="flash-attn-4 has no"):
+                candidates.fa4(other)
+    finally:
+        candidates._fa4.cache_clear()
+        for name in ("flash_attn", "flash_attn.cute"):
+            sys.modules.pop(name, None)
 
 
 def test_a_wrong_result_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

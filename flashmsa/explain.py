@@ -11,9 +11,9 @@ from torch import Tensor
 
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
-from .dispatch import BACKENDS, SDPA_BELOW, build_reason, choose, dtype_name, gap_reason, reject
+from .dispatch import BACKENDS, SDPA_BELOW, Wanted, build_reason, choose, dtype_name, gap_reason, reject
 from .masks import Mask, has_values, lower
-from .ops import autocast, check_backend, option_gaps
+from .ops import autocast, check_backend, wanted_of
 
 _CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
 
@@ -117,16 +117,15 @@ def explain(
     check_gaps(q, dropout_p, config)
     q, k, v = autocast(q, k, v)
     check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
-    gaps = option_gaps(softcap, sinks, alibi_slopes)
-    kind = lower(mask)[0]
+    wanted = wanted_of(mask, softcap, alibi_slopes)
     notes = []
     if backend is None:
-        chosen, rejections = choose(q, kind, gaps)
+        chosen, rejections = choose(q, wanted)
         rejection, reason = None, _why_chosen(chosen, q)
         rejected = {r.backend: r.reason for r in rejections}
     else:
         check_backend(backend)
-        chosen, rejection = backend, reject(backend, q, kind, gaps)
+        chosen, rejection = backend, reject(backend, q, wanted)
         reason = "asked for by name" if rejection is None else rejection.reason
         rejected = {}
     if chosen == "sm90":
@@ -136,7 +135,7 @@ def explain(
         )
     for other in BACKENDS:
         if other != chosen and other not in rejected:
-            rejected[other] = _why_not(other, backend, q, kind, gaps)
+            rejected[other] = _why_not(other, backend, q, wanted)
     if chosen != "torch" and torch.is_grad_enabled():
         wants_grad = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.requires_grad]
         if wants_grad:
@@ -145,10 +144,10 @@ def explain(
                 "torch.no_grad() or backend='torch'"
             )
     if rejection is not None and rejection.error is not NotImplementedError:
-        gap = gap_reason(chosen, q.dtype, gaps)
+        gap = gap_reason(chosen, q.dtype, wanted)
         if gap is not None:
             notes.append(f"nor could {chosen} run it elsewhere: {gap}")
-    kernel = _C.find_kernel(kind, q.dtype, q.shape[3], v.shape[3]) if chosen == "sm90" else None
+    kernel = _kernel(q, v, wanted) if chosen == "sm90" else None
     if chosen == "sm90" and kernel is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")
     tile = _tile(chosen, kernel, q, k)
@@ -188,11 +187,15 @@ def _why_chosen(chosen: str, q: Tensor) -> str:
     return "no native backend can run the call"
 
 
-def _why_not(other: str, named: str | None, q: Tensor, kind: int, gaps: tuple[str, ...]) -> str:
+def _why_not(other: str, named: str | None, q: Tensor, wanted: Wanted) -> str:
     if other == "torch":
         return "composed of torch operators; runs where no native backend can, or by name"
-    rejection = reject(other, q, kind, gaps)
+    rejection = reject(other, q, wanted)
     return f"{named} was asked for by name" if rejection is None else rejection.reason
+
+
+def _kernel(q: Tensor, v: Tensor, wanted: Wanted) -> dict[str, Any] | None:
+    return _C.find_kernel(wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi)
 
 
 def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> tuple[int, int] | None:

@@ -335,7 +335,7 @@ def random_cuts(rng: random.Random, length: int, documents: int) -> tuple[int, .
 
 
 # Which kinds of lowered masks (MaskKind in csrc/core/params.h) the native backends run.
-NATIVE_KINDS = frozenset((0, 1, 2))
+NATIVE_KINDS = frozenset(range(7))
 
 # Each family of masks and the kind that it lowers to.
 FAMILY_KINDS = {

@@ -206,13 +206,22 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def runs_at_once(q: Tensor) -> bool:
+    """Whether a native backend runs every call on q's device and dtype, and nothing has to be traced or validated."""
+    return not _is_dynamo_compiling() and not _checked and (q.get_device(), q.dtype) in _FAST
+
+
+def can_read(q: Tensor) -> bool:
+    """Whether device values can be looked at: not while a graph is traced or captured."""
+    if _is_dynamo_compiling() or q.device.type == "meta":
+        return False
+    return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _check_values(q: Tensor, k: Tensor, mask: Mask | None) -> None:
-    """Checked mode. Nothing can be read while a graph is traced or captured."""
-    if mask is None or _is_dynamo_compiling() or q.dim() != 4 or k.dim() != 4:
-        return
-    if q.device.type == "meta" or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    mask._check_values(q.shape[2], k.shape[2])
+    """Checked mode."""
+    if mask is not None and q.dim() == 4 and k.dim() == 4 and can_read(q):
+        mask._check_values(q.shape[2], k.shape[2])
 
 
 def _check_no_grad(out: Tensor | None, *inputs: Tensor | None) -> None:

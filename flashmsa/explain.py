@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
 from .dispatch import BACKENDS, SDPA_BELOW, Wanted, build_reason, choose, dtype_name, gap_reason, reject
 from .masks import Mask, has_values, lower
+from .masks.base import CAUSAL, DENSE, DILATED, DOCUMENT, HASH
 from .ops import autocast, check_backend, wanted_of
 
 _CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
@@ -109,7 +111,7 @@ def explain(
     """What ``attention`` would do with the same arguments, and why; nothing runs.
 
     With ``backend`` named it describes that backend whether or not it can run here: ``backend="sm90"`` with CPU or meta
-    tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's offsets, so it
+    tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's tensors, so it
     waits for their device. Raises for arguments that ``attention`` would not take on any backend.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -154,7 +156,8 @@ def explain(
     # Where no tiles are walked any size does, for the pairs alone.
     counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile)
     if counts is None:
-        notes.append("the mask's offsets hold no values, on the meta device or in a trace: its tiles are not known")
+        notes.append("the mask's tensors hold no values, on the meta device or in a trace: its tiles are not known")
+    notes += _how_it_runs(chosen, q, mask, wanted, kernel)
     walks_tiles = counts is not None and tile is not None and chosen != "torch"
     registers = None if kernel is None else (kernel["registers_producer"], kernel["registers_consumer"])
     return Explanation(
@@ -162,7 +165,7 @@ def explain(
         runs=rejection is None,
         reason=reason,
         rejected=rejected,
-        call=_describe_call(q, k, v, mask),
+        call=_describe_call(q, k, v, mask, softcap, sinks, alibi_slopes),
         kernel=None if kernel is None else kernel["name"],
         head_dim_bucket=None if kernel is None else kernel["head_dim_bucket"],
         tile=tile,
@@ -213,13 +216,43 @@ def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int])
         return None
     values = [x.cpu() for x in tensors]
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return _C.tile_counts(kind, list(ints), values, *shape, *tile)
+    return _C.tile_counts(kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1])
 
 
-def _describe_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> str:
+def _how_it_runs(
+    chosen: str, q: Tensor, mask: Mask | None, wanted: Wanted, kernel: dict[str, Any] | None
+) -> Iterator[str]:
+    """What the tiles of a native backend are tiles of, and where another mask's kernel runs the call."""
+    if chosen == "torch":
+        return
+    if wanted.mask_kind == DILATED:
+        yield (
+            f"queries and keys of one residue modulo {lower(mask)[1][3]} see each other alone: each residue is a "
+            "window over strided rows, and the tiles counted are those of the residues"
+        )
+    if wanted.mask_kind == HASH:
+        yield (
+            "rows of q, k and v are gathered in the order of the buckets, and the result is scattered back: the tiles "
+            "counted are those of the sorted rows and keys"
+        )
+    if kernel is not None and wanted.mask_kind in (DENSE, CAUSAL, DOCUMENT) and kernel["mask"] == "composite":
+        yield "with softcap or alibi_slopes this mask is run by the kernels of intersections"
+
+
+def _describe_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> str:
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     mask_text = "Dense()" if mask is None else repr(mask)
-    return f"{shapes}, {dtype_name(q.dtype)} on {q.device}, mask {mask_text}"
+    options = [f"softcap {softcap}"] if softcap != 0.0 else []
+    options += [name for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)) if x is not None]
+    return ", ".join([shapes, f"{dtype_name(q.dtype)} on {q.device}", f"mask {mask_text}", *options])
 
 
 def _short(number: float) -> str:

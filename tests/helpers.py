@@ -320,6 +320,39 @@ def both(*parts: MaskCase) -> MaskCase:
     return Both("both", parts=parts)
 
 
+@dataclass(frozen=True, eq=False)
+class Sequences(MaskCase):
+    """attention_varlen: `inner` inside each sequence, of whose keys the first used[d] are there (None: all)."""
+
+    inner: MaskCase | None = None
+    q_cuts: tuple[int, ...] = (0,)
+    kv_cuts: tuple[int, ...] | None = None  # None: q_cuts
+    used: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.inner} in {self.q_cuts} {self.kv_cuts} {self.used}"
+
+    def each(self) -> Iterator[tuple[slice, slice, MaskCase]]:
+        """Rows, keys and mask of every sequence."""
+        kv_cuts = self.q_cuts if self.kv_cuts is None else self.kv_cuts
+        for d in range(len(self.q_cuts) - 1):
+            end = kv_cuts[d + 1] if self.used is None else kv_cuts[d] + self.used[d]
+            inner = self.inner.alone(d, 0, 1) if isinstance(self.inner, Prefixes) else self.inner
+            yield slice(self.q_cuts[d], self.q_cuts[d + 1]), slice(kv_cuts[d], end), inner
+
+    def allowed(self, len_q, len_kv, rows=None, device="cpu") -> torch.Tensor:
+        seen = torch.zeros(len_q, len_kv, dtype=torch.bool, device=device)
+        for mine, keys, inner in self.each():
+            seen[mine, keys] = inner.allowed(mine.stop - mine.start, keys.stop - keys.start, device=device)[0]
+        return seen[None] if rows is None else seen[None, rows.to(device)]
+
+    def positions(self, len_q, len_kv, device="cpu") -> torch.Tensor:
+        p = torch.zeros(len_q, dtype=torch.int64, device=device)
+        for mine, keys, inner in self.each():
+            p[mine] = keys.start + inner.positions(mine.stop - mine.start, keys.stop - keys.start, device)
+        return p
+
+
 def _by_head(allowed: torch.Tensor, heads: int | None = None) -> torch.Tensor:
     """allowed (B or 1, rows, len_kv) or with heads, as (B or 1, H or 1, rows, len_kv) for `heads` query heads."""
     allowed = allowed[:, None] if allowed.dim() == 3 else allowed
@@ -392,6 +425,20 @@ HEAD_FAMILY_KINDS = {
 }
 ALL_FAMILIES = (*FAMILY_KINDS, *HEAD_FAMILY_KINDS)
 FAMILIES = tuple(FAMILY_KINDS)
+# One of each kind.
+ONE_OF_EACH = ("dense", "causal", "document-cross-causal", "window-keep", "dilated", "hash-causal", "blocks-64x192")
+
+
+def by_family(found: list, families: tuple[str, ...] = FAMILIES) -> list:
+    """pytest parameters (target, family): every family on a GPU and in float32; one of each kind in the other dtypes of
+    the CPU, whose arithmetic is apart from the masks."""
+    pairs = []
+    for param in found:
+        (target,) = param.values
+        every = target.device == "cuda" or target.dtype == torch.float32
+        for family in families if every else ONE_OF_EACH:
+            pairs.append(pytest.param(target, family, id=f"{param.id}-{family}", marks=param.marks))
+    return pairs
 
 
 def mask_for(

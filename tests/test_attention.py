@@ -21,6 +21,7 @@ from helpers import (
     TOP_LEFT,
     MaskCase,
     Target,
+    by_family,
     check,
     copies_in,
     document,
@@ -79,17 +80,17 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize(("target", "family"), by_family(targets()))
 @pytest.mark.parametrize("lengths", LENGTHS, ids="{0[0]}x{0[1]}".format)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
     q, k, v = make_qkv(target, 2, (2, 1), *lengths, 64)
     run_and_check(target, q, k, v, mask_for(family, 2, *lengths))
 
 
-@pytest.mark.parametrize("target", targets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
+@pytest.mark.parametrize(
+    ("target", "family"), by_family(targets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
+)
 @pytest.mark.parametrize("lengths", [(1000, 1000), (1000, 257), (193, 1000)], ids="{0[0]}x{0[1]}".format)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_longer_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
     q, k, v = make_qkv(target, 2, 1, *lengths, 40)
     run_and_check(target, q, k, v, mask_for(family, 2, *lengths, documents=9))

@@ -335,6 +335,10 @@ DType core_dtype(at::ScalarType dtype) {
 template <class Int>
 void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, at::Device device,
                 const Extent<Int>& extent) {
+  // NOTE: before the cast, which would take a kind modulo 2^32.
+  TORCH_CHECK_VALUE(mask >= 0 && mask <= static_cast<int64_t>(MaskKind::kBlockSparse), "mask: kind ", mask,
+                    " is unknown; must be 0 (Dense), 1 (Causal), 2 (Document), 3 (Composite), 4 (DilatedWindow), 5 "
+                    "(HashBucket) or 6 (BlockSparse)");
   const MaskCheck<Int> check{mask_ints, mask_tensors, device, extent};
   switch (static_cast<MaskKind>(mask)) {
     case MaskKind::kDense:
@@ -369,9 +373,6 @@ void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_ten
       return check.list(tensors);
     }
   }
-  TORCH_CHECK_VALUE(false, "mask: kind ", mask,
-                    " is unknown; must be 0 (Dense), 1 (Causal), 2 (Document), 3 (Composite), 4 (DilatedWindow), 5 "
-                    "(HashBucket) or 6 (BlockSparse)");
 }
 
 template <class Int>

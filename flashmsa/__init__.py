@@ -44,6 +44,7 @@ from .masks import (
 from .merge import merge_states
 from .ops import attention
 from .reference import reference
+from .varlen import attention_varlen
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "PrefixLM",
     "SlidingWindow",
     "attention",
+    "attention_varlen",
     "check",
     "explain",
     "merge_states",

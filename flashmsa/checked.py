@@ -10,9 +10,11 @@ from . import ops
 class check:
     """Turns checked mode on (``check(True)``) or off: every call then validates the values its mask holds.
 
-    Offsets must start at 0, never decrease, and end within q's and k's lengths; ValueError names the first that does
-    not. Reading them waits for the device, so it is meant for finding a fault, not for production. Inside torch.compile
-    and CUDA graph capture values cannot be read, and are not checked.
+    Offsets must start at 0, never decrease, and end within q's and k's lengths; prefixes must not be negative; the
+    lengths in use of ``attention_varlen`` must lie within their sequences; the blocks of a BlockSparse must fit into
+    its capacity. Hash buckets may be any numbers. ValueError names the first value that is wrong. Reading them waits
+    for the device, so it is meant for finding a fault, not for production. Inside torch.compile and CUDA graph capture
+    values cannot be read, and are not checked.
 
     As a context manager, ``with flashmsa.check(True):``, the mode before it returns at the end. Holds for the process.
     """

@@ -39,7 +39,7 @@ def check_gaps(q: Tensor, dropout_p: float, config: Any) -> None:
     if q.dtype in _FP8:
         raise NotImplementedError(f"q: dtype {q.dtype} is not supported yet; use torch.bfloat16")
     _check_dtype("q", q)
-    _check_number("dropout_p", dropout_p)
+    check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: {dropout_p}; must lie in [0, 1)")
     if dropout_p > 0.0:
@@ -64,14 +64,14 @@ def check_arguments(
     _check_inputs(q, k, v)
     _check_shapes(q, k, v)
     check_mask(mask)
-    _check_mask_tensors(q, mask)
+    _check_mask_fits(q, k, mask)
     if scale is not None:
-        _check_number("scale", scale)
+        check_number("scale", scale)
         # The computation is in fp32; only fp64 keeps a scale beyond it.
         symbolic = isinstance(scale, (torch.SymFloat, torch.SymInt))
         if q.dtype != torch.float64 and not symbolic and abs(float(scale)) > _FP32_MAX:
             raise ValueError(f"scale: {scale} is not finite in fp32; the default is 1/sqrt({q.shape[3]})")
-    _check_number("softcap", softcap)
+    check_number("softcap", softcap)
     if softcap < 0.0:
         raise ValueError(f"softcap: {softcap}; must be positive, or 0 for none")
     heads = q.shape[1]
@@ -129,15 +129,16 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def _check_mask_tensors(q: Tensor, mask: Mask | None) -> None:
+def _check_mask_fits(q: Tensor, k: Tensor, mask: Mask | None) -> None:
+    if mask is None:
+        return
     for x in lower(mask)[2]:
         if x.device != q.device:
             raise ValueError(f"mask: on {x.device}, q on {q.device}; use mask.to({str(q.device)!r})")
-        if x.dim() == 2 and x.shape[0] != q.shape[0]:
-            raise ValueError(f"mask: offsets for a batch of {x.shape[0]} do not match q's batch {q.shape[0]}")
+    mask._check_shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
-def _check_number(name: str, value: Any) -> None:
+def check_number(name: str, value: Any) -> None:
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return
     # NOTE: not what float() takes: reading a tensor waits for its device and drops its gradient.

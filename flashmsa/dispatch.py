@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.compiler import is_compiling
 
 from . import _C
 from .checks import DTYPES, MAX_HEAD_DIM
+from .masks.base import HASH
 
 BACKENDS = ("sm90", "cpu", "torch")
 SM90_DTYPES = (torch.float16, torch.bfloat16)
@@ -19,7 +21,15 @@ CPU_DTYPES = DTYPES
 # no length from 64 to 1024 is one of SDPA's pinned backends faster for every head dim and batch. By case the time of
 # the faster one is 0.7 to 1.3 of ours.
 SDPA_BELOW = 0
-MASK_KINDS = (0, 1, 2, 3)  # MaskKind in csrc/core/params.h
+MASK_KINDS = range(7)  # MaskKind in csrc/core/params.h
+
+
+class Wanted(NamedTuple):
+    """What a call needs a kernel for, beside its dtype and head dims."""
+
+    mask_kind: int
+    softcap: bool
+    alibi: bool
 
 
 class Rejection(NamedTuple):
@@ -30,22 +40,21 @@ class Rejection(NamedTuple):
     error: type[Exception]
 
 
-def choose(q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> tuple[str, tuple[Rejection, ...]]:
+def choose(q: Tensor, wanted: Wanted) -> tuple[str, tuple[Rejection, ...]]:
     """The backend that ``backend=None`` picks for ``q``, and the rejections of those before it.
 
-    ``gaps`` names the options in use that native backends lack. Meta tensors go to the op's fake implementation, under
-    the name of the cpu backend.
+    Meta tensors go to the op's fake implementation, under the name of the cpu backend.
     """
     rejections = []
     for backend in BACKENDS[:2]:
-        rejection = reject(backend, q, mask_kind, gaps)
+        rejection = reject(backend, q, wanted)
         if rejection is None:
             return backend, tuple(rejections)
         rejections.append(rejection)
     return "torch", tuple(rejections)
 
 
-def reject(backend: str, q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> Rejection | None:
+def reject(backend: str, q: Tensor, wanted: Wanted) -> Rejection | None:
     """Why ``backend`` cannot run a call on ``q``'s device and dtype with this mask and options; None where it can."""
     if backend == "torch":
         return None
@@ -58,21 +67,26 @@ def reject(backend: str, q: Tensor, mask_kind: int, gaps: tuple[str, ...]) -> Re
             return Rejection(backend, reason, RuntimeError)
     elif device not in ("cpu", "meta"):
         return Rejection(backend, f"q is on {q.device}; needs tensors on the CPU", ValueError)
-    gap = gap_reason(backend, q.dtype, gaps)
+    gap = gap_reason(backend, q.dtype, wanted)
     # NOTE: not while tracing: with dynamic=True the mask kind is a symbol there. The operator itself would raise.
-    if gap is None and backend == "sm90" and not is_compiling() and not kernel_exists(mask_kind, q.dtype):
-        gap = f"no kernel was compiled for mask kind {mask_kind} in {dtype_name(q.dtype)}"
+    if gap is None and backend == "sm90" and not is_compiling() and not kernel_exists(wanted, q.dtype):
+        gap = f"no kernel was compiled for {_describe(wanted)} in {dtype_name(q.dtype)}"
     return None if gap is None else Rejection(backend, gap, NotImplementedError)
 
 
-def gap_reason(backend: str, dtype: torch.dtype, gaps: tuple[str, ...]) -> str | None:
+def gap_reason(backend: str, dtype: torch.dtype, wanted: Wanted) -> str | None:
     """What a native backend lacks for this dtype and these options, on any machine; None where nothing."""
     dtypes = SM90_DTYPES if backend == "sm90" else CPU_DTYPES
     if dtype not in dtypes:
         return f"no kernel for {dtype_name(dtype)}, only for {', '.join(map(dtype_name, dtypes))}"
-    if gaps:
-        return f"{', '.join(gaps)}: not in the native backends yet"
+    if wanted.alibi and wanted.mask_kind == HASH:
+        return "alibi_slopes: not in the native backends with HashBucket, whose rows are sorted"
     return None
+
+
+def _describe(wanted: Wanted) -> str:
+    options = [name for name, used in (("softcap", wanted.softcap), ("alibi_slopes", wanted.alibi)) if used]
+    return f"mask kind {wanted.mask_kind}{' with ' + ' and '.join(options) if options else ''}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -80,9 +94,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def kernel_exists(mask_kind: int, dtype: torch.dtype) -> bool:
-    """Whether a kernel serves every head dim of this mask kind and dtype."""
-    return _C.find_kernel(mask_kind, dtype, MAX_HEAD_DIM, MAX_HEAD_DIM) is not None
+def kernel_exists(wanted: Wanted, dtype: torch.dtype) -> bool:
+    """Whether a kernel serves every head dim of this mask kind, these options and this dtype."""
+    return _C.find_kernel(wanted.mask_kind, dtype, MAX_HEAD_DIM, MAX_HEAD_DIM, wanted.softcap, wanted.alibi) is not None
+
+
+def all_kernels_exist(dtype: torch.dtype) -> bool:
+    """Whether kernels serve every mask kind with every option."""
+    every = (Wanted(*x) for x in product(MASK_KINDS, (False, True), (False, True)))
+    return all(kernel_exists(x, dtype) for x in every)
 
 
 @torch.compiler.assume_constant_result

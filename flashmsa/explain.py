@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
-from .dispatch import BACKENDS, SDPA_BELOW, build_reason, choose, dtype_name, gap_reason, reject
+from .dispatch import BACKENDS, SDPA_BELOW, Wanted, build_reason, choose, dtype_name, gap_reason, reject
 from .masks import Mask, has_values, lower
-from .ops import autocast, check_backend, option_gaps
+from .masks.base import CAUSAL, DENSE, DILATED, DOCUMENT, HASH
+from .ops import autocast, check_backend, wanted_of
 
 _CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
 
@@ -109,7 +111,7 @@ def explain(
     """What ``attention`` would do with the same arguments, and why; nothing runs.
 
     With ``backend`` named it describes that backend whether or not it can run here: ``backend="sm90"`` with CPU or meta
-    tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's offsets, so it
+    tensors tells which kernel a Hopper GPU would run, where this build has kernels. Reads the mask's tensors, so it
     waits for their device. Raises for arguments that ``attention`` would not take on any backend.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -117,16 +119,15 @@ def explain(
     check_gaps(q, dropout_p, config)
     q, k, v = autocast(q, k, v)
     check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
-    gaps = option_gaps(softcap, sinks, alibi_slopes)
-    kind = lower(mask)[0]
+    wanted = wanted_of(mask, softcap, alibi_slopes)
     notes = []
     if backend is None:
-        chosen, rejections = choose(q, kind, gaps)
+        chosen, rejections = choose(q, wanted)
         rejection, reason = None, _why_chosen(chosen, q)
         rejected = {r.backend: r.reason for r in rejections}
     else:
         check_backend(backend)
-        chosen, rejection = backend, reject(backend, q, kind, gaps)
+        chosen, rejection = backend, reject(backend, q, wanted)
         reason = "asked for by name" if rejection is None else rejection.reason
         rejected = {}
     if chosen == "sm90":
@@ -136,7 +137,7 @@ def explain(
         )
     for other in BACKENDS:
         if other != chosen and other not in rejected:
-            rejected[other] = _why_not(other, backend, q, kind, gaps)
+            rejected[other] = _why_not(other, backend, q, wanted)
     if chosen != "torch" and torch.is_grad_enabled():
         wants_grad = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.requires_grad]
         if wants_grad:
@@ -145,17 +146,18 @@ def explain(
                 "torch.no_grad() or backend='torch'"
             )
     if rejection is not None and rejection.error is not NotImplementedError:
-        gap = gap_reason(chosen, q.dtype, gaps)
+        gap = gap_reason(chosen, q.dtype, wanted)
         if gap is not None:
             notes.append(f"nor could {chosen} run it elsewhere: {gap}")
-    kernel = _C.find_kernel(kind, q.dtype, q.shape[3], v.shape[3]) if chosen == "sm90" else None
+    kernel = _kernel(q, v, wanted) if chosen == "sm90" else None
     if chosen == "sm90" and kernel is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")
     tile = _tile(chosen, kernel, q, k)
     # Where no tiles are walked any size does, for the pairs alone.
     counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile)
     if counts is None:
-        notes.append("the mask's offsets hold no values, on the meta device or in a trace: its tiles are not known")
+        notes.append("the mask's tensors hold no values, on the meta device or in a trace: its tiles are not known")
+    notes += _how_it_runs(chosen, q, mask, wanted, kernel)
     walks_tiles = counts is not None and tile is not None and chosen != "torch"
     registers = None if kernel is None else (kernel["registers_producer"], kernel["registers_consumer"])
     return Explanation(
@@ -163,7 +165,7 @@ def explain(
         runs=rejection is None,
         reason=reason,
         rejected=rejected,
-        call=_describe_call(q, k, v, mask),
+        call=_describe_call(q, k, v, mask, softcap, sinks, alibi_slopes),
         kernel=None if kernel is None else kernel["name"],
         head_dim_bucket=None if kernel is None else kernel["head_dim_bucket"],
         tile=tile,
@@ -188,11 +190,15 @@ def _why_chosen(chosen: str, q: Tensor) -> str:
     return "no native backend can run the call"
 
 
-def _why_not(other: str, named: str | None, q: Tensor, kind: int, gaps: tuple[str, ...]) -> str:
+def _why_not(other: str, named: str | None, q: Tensor, wanted: Wanted) -> str:
     if other == "torch":
         return "composed of torch operators; runs where no native backend can, or by name"
-    rejection = reject(other, q, kind, gaps)
+    rejection = reject(other, q, wanted)
     return f"{named} was asked for by name" if rejection is None else rejection.reason
+
+
+def _kernel(q: Tensor, v: Tensor, wanted: Wanted) -> dict[str, Any] | None:
+    return _C.find_kernel(wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi)
 
 
 def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> tuple[int, int] | None:
@@ -210,13 +216,43 @@ def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int])
         return None
     values = [x.cpu() for x in tensors]
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return _C.tile_counts(kind, list(ints), values, *shape, *tile)
+    return _C.tile_counts(kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1])
 
 
-def _describe_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> str:
+def _how_it_runs(
+    chosen: str, q: Tensor, mask: Mask | None, wanted: Wanted, kernel: dict[str, Any] | None
+) -> Iterator[str]:
+    """What the tiles of a native backend are tiles of, and where another mask's kernel runs the call."""
+    if chosen == "torch":
+        return
+    if wanted.mask_kind == DILATED:
+        yield (
+            f"queries and keys of one residue modulo {lower(mask)[1][3]} see each other alone: each residue is a "
+            "window over strided rows, and the tiles counted are those of the residues"
+        )
+    if wanted.mask_kind == HASH:
+        yield (
+            "rows of q, k and v are gathered in the order of the buckets, and the result is scattered back: the tiles "
+            "counted are those of the sorted rows and keys"
+        )
+    if kernel is not None and wanted.mask_kind in (DENSE, CAUSAL, DOCUMENT) and kernel["mask"] == "composite":
+        yield "with softcap or alibi_slopes this mask is run by the kernels of intersections"
+
+
+def _describe_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> str:
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     mask_text = "Dense()" if mask is None else repr(mask)
-    return f"{shapes}, {dtype_name(q.dtype)} on {q.device}, mask {mask_text}"
+    options = [f"softcap {softcap}"] if softcap != 0.0 else []
+    options += [name for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)) if x is not None]
+    return ", ".join([shapes, f"{dtype_name(q.dtype)} on {q.device}", f"mask {mask_text}", *options])
 
 
 def _short(number: float) -> str:

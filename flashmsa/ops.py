@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from . import _C, torch_backend
-from .checks import check_arguments, check_gaps, check_mask, check_tensor
-from .dispatch import BACKENDS, CPU_DTYPES, MASK_KINDS, choose, kernel_exists, named_error, reject, warn_once
+from .checks import check_arguments, check_gaps, check_mask, check_number, check_tensor
+from .dispatch import BACKENDS, CPU_DTYPES, Wanted, all_kernels_exist, choose, named_error, reject, warn_once
 from .masks import Dense, Mask, lower
+from .masks.base import BLOCK_SPARSE, HASH
 
 _native = _C.attention
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -18,8 +19,8 @@ _DENSE = Dense._lowered
 # Asked once: torch.compile cannot trace the question.
 _AUTOCAST = frozenset(x for x in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(x))
 
-# (device index, dtype) for which a native backend runs every call without further options. Index -1 is the CPU, and the
-# meta device, which the operator serves as well. CUDA devices enter with their first call.
+# (device index, dtype) for which a native backend runs every call. Index -1 is the CPU, and the meta device, which the
+# operator serves as well. CUDA devices enter with their first call.
 # PERF: an index costs a quarter of a microsecond less than a torch.device to make and hash.
 _FAST: set[tuple[int, torch.dtype]] = {(-1, dtype) for dtype in CPU_DTYPES}
 
@@ -74,10 +75,7 @@ def attention(
     (2022).
     """
     if (
-        sinks is None
-        and alibi_slopes is None
-        and softcap == 0.0
-        and dropout_p == 0.0
+        dropout_p == 0.0
         and backend is None
         and config is None
         and out is None
@@ -89,8 +87,9 @@ def attention(
         # NOTE: the operator has autocast's casts itself.
         if (q.get_device(), q.dtype) in _FAST:
             kind, ints, tensors = _DENSE if mask is None else mask._lowered
-            result = _native(q, k, v, kind, ints, tensors, scale, return_lse)
-            return result if return_lse else result[0]
+            if kind < HASH or _fits_native(kind, mask, q, k, alibi_slopes):
+                result = _native(q, k, v, kind, ints, tensors, scale, softcap, sinks, alibi_slopes, return_lse)
+                return result if return_lse else result[0]
     return _attention(q, k, v, mask, scale, softcap, sinks, alibi_slopes, dropout_p, return_lse, backend, config, out)
 
 
@@ -114,11 +113,12 @@ def _attention(
         check_tensor(name, x)
     check_mask(mask)
     check_gaps(q, dropout_p, config)
+    check_number("softcap", softcap)
     q, k, v = autocast(q, k, v)
     if _checked:
         _check_values(q, k, mask)
-    gaps = option_gaps(softcap, sinks, alibi_slopes)
-    chosen, reason = _resolve(backend, q, mask, gaps)
+    wanted = wanted_of(mask, softcap, alibi_slopes)
+    chosen, reason = _resolve(backend, q, wanted)
     if chosen == "torch":
         check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
         if reason is not None:
@@ -130,38 +130,50 @@ def _attention(
         if out is not None:
             result = out.copy_(result[0]), result[1]
     else:
-        result = _run_native(q, k, v, mask, scale, return_lse, out)
-        if chosen == "sm90" and not _is_dynamo_compiling() and all(kernel_exists(x, q.dtype) for x in MASK_KINDS):
+        result = _run_native(q, k, v, mask, scale, softcap, sinks, alibi_slopes, return_lse, out)
+        if chosen == "sm90" and not _is_dynamo_compiling() and all_kernels_exist(q.dtype):
             _FAST.add((q.device.index, q.dtype))
     return result if return_lse else result[0]
 
 
 def _run_native(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, return_lse: bool, out: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kind, ints, tensors = lower(mask)
+    _fits_native(lower(mask)[0], mask, q, k, alibi_slopes)
+    call = (q, k, v, *lower(mask), scale, softcap, sinks, alibi_slopes, return_lse)
     # NOTE: a tracer has to see the operator; the binding's entry skips torch.ops' parsing of arguments.
     if _is_dynamo_compiling():
         op = torch.ops.flashmsa.attention
-        if out is None:
-            return op.default(q, k, v, kind, ints, tensors, scale, return_lse)
-        return out, op.out(q, k, v, kind, ints, tensors, scale, return_lse, out=out)
-    if out is None:
-        return _native(q, k, v, kind, ints, tensors, scale, return_lse)
-    return _C.attention_out(q, k, v, kind, ints, tensors, scale, return_lse, out)
+        return op.default(*call) if out is None else (out, op.out(*call, out=out))
+    return _native(*call) if out is None else _C.attention_out(*call, out)
 
 
-def option_gaps(softcap: float, sinks: Tensor | None, alibi_slopes: Tensor | None) -> tuple[str, ...]:
-    """The options in use that native backends lack."""
-    used = {"softcap": softcap != 0.0, "sinks": sinks is not None, "alibi_slopes": alibi_slopes is not None}
-    return tuple(name for name, is_used in used.items() if is_used)
+def _fits_native(kind: int, mask: Mask | None, q: Tensor, k: Tensor, alibi_slopes: Tensor | None) -> bool:
+    """Whether native backends run this kind with these options. Raises where dense bits are for other lengths."""
+    # NOTE: the binding checks all other shapes; a list of blocks does not say to it which lengths its bits are for.
+    if kind == BLOCK_SPARSE and q.dim() == 4 and k.dim() == 4:
+        mask._check_shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    return kind != HASH or alibi_slopes is None
 
 
-def _resolve(backend: str | None, q: Tensor, mask: Mask | None, gaps: tuple[str, ...]) -> tuple[str, str | None]:
+def wanted_of(mask: Mask | None, softcap: float, alibi_slopes: Tensor | None) -> Wanted:
+    """What a backend must have for these arguments."""
+    return Wanted(lower(mask)[0], softcap != 0.0, alibi_slopes is not None)
+
+
+def _resolve(backend: str | None, q: Tensor, wanted: Wanted) -> tuple[str, str | None]:
     """The backend to run, and where that is ``torch`` by default, why."""
-    kind = lower(mask)[0]
     if backend is None:
-        chosen, rejections = choose(q, kind, gaps)
+        chosen, rejections = choose(q, wanted)
         if chosen != "torch":
             return chosen, None
         # The reason that matters is that of the tensors' own backend.
@@ -169,7 +181,7 @@ def _resolve(backend: str | None, q: Tensor, mask: Mask | None, gaps: tuple[str,
         reason = next((r.reason for r in rejections if r.backend == own), f"no native backend for {q.device.type}")
         return chosen, reason
     check_backend(backend)
-    rejection = reject(backend, q, kind, gaps)
+    rejection = reject(backend, q, wanted)
     if rejection is not None:
         raise named_error(rejection)
     return backend, None
@@ -194,13 +206,22 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def runs_at_once(q: Tensor) -> bool:
+    """Whether a native backend runs every call on q's device and dtype, and nothing has to be traced or validated."""
+    return not _is_dynamo_compiling() and not _checked and (q.get_device(), q.dtype) in _FAST
+
+
+def can_read(q: Tensor) -> bool:
+    """Whether device values can be looked at: not while a graph is traced or captured."""
+    if _is_dynamo_compiling() or q.device.type == "meta":
+        return False
+    return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _check_values(q: Tensor, k: Tensor, mask: Mask | None) -> None:
-    """Checked mode. Nothing can be read while a graph is traced or captured."""
-    if mask is None or _is_dynamo_compiling() or q.dim() != 4 or k.dim() != 4:
-        return
-    if q.device.type == "meta" or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    mask._check_values(q.shape[2], k.shape[2])
+    """Checked mode."""
+    if mask is not None and q.dim() == 4 and k.dim() == 4 and can_read(q):
+        mask._check_values(q.shape[2], k.shape[2])
 
 
 def _check_no_grad(out: Tensor | None, *inputs: Tensor | None) -> None:

@@ -7,6 +7,7 @@ Nothing here asks flashmsa for an answer. A mask is written down again from its 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import operator
@@ -169,6 +170,16 @@ class MaskCase:
             found.append(seen)
         return torch.stack(found)
 
+    def align(self) -> str | None:
+        """Where this mask counts its queries' positions from; None: it does not count any."""
+        if self.kind.endswith("top-left"):
+            return "top-left"
+        return "bottom-right" if self.kind == "causal" or "window" in self.kind or "prefix" in self.kind else None
+
+    def positions(self, len_q: int, len_kv: int, device: str | torch.device = "cpu") -> torch.Tensor:
+        """The place p of each query among the keys, from which ALiBi counts."""
+        return torch.arange(len_q, device=device) + (0 if self.align() == "top-left" else len_kv - len_q)
+
     def alone(self, b: int, h: int, heads: int) -> MaskCase:
         """The mask of batch b and query head h of `heads`, for one batch and head."""
         return (
@@ -309,6 +320,39 @@ def both(*parts: MaskCase) -> MaskCase:
     return Both("both", parts=parts)
 
 
+@dataclass(frozen=True, eq=False)
+class Sequences(MaskCase):
+    """attention_varlen: `inner` inside each sequence, of whose keys the first used[d] are there (None: all)."""
+
+    inner: MaskCase | None = None
+    q_cuts: tuple[int, ...] = (0,)
+    kv_cuts: tuple[int, ...] | None = None  # None: q_cuts
+    used: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.inner} in {self.q_cuts} {self.kv_cuts} {self.used}"
+
+    def each(self) -> Iterator[tuple[slice, slice, MaskCase]]:
+        """Rows, keys and mask of every sequence."""
+        kv_cuts = self.q_cuts if self.kv_cuts is None else self.kv_cuts
+        for d in range(len(self.q_cuts) - 1):
+            end = kv_cuts[d + 1] if self.used is None else kv_cuts[d] + self.used[d]
+            inner = self.inner.alone(d, 0, 1) if isinstance(self.inner, Prefixes) else self.inner
+            yield slice(self.q_cuts[d], self.q_cuts[d + 1]), slice(kv_cuts[d], end), inner
+
+    def allowed(self, len_q, len_kv, rows=None, device="cpu") -> torch.Tensor:
+        seen = torch.zeros(len_q, len_kv, dtype=torch.bool, device=device)
+        for mine, keys, inner in self.each():
+            seen[mine, keys] = inner.allowed(mine.stop - mine.start, keys.stop - keys.start, device=device)[0]
+        return seen[None] if rows is None else seen[None, rows.to(device)]
+
+    def positions(self, len_q, len_kv, device="cpu") -> torch.Tensor:
+        p = torch.zeros(len_q, dtype=torch.int64, device=device)
+        for mine, keys, inner in self.each():
+            p[mine] = keys.start + inner.positions(mine.stop - mine.start, keys.stop - keys.start, device)
+        return p
+
+
 def _by_head(allowed: torch.Tensor, heads: int | None = None) -> torch.Tensor:
     """allowed (B or 1, rows, len_kv) or with heads, as (B or 1, H or 1, rows, len_kv) for `heads` query heads."""
     allowed = allowed[:, None] if allowed.dim() == 3 else allowed
@@ -334,10 +378,7 @@ def random_cuts(rng: random.Random, length: int, documents: int) -> tuple[int, .
     return (0, *inner, length)
 
 
-# Which kinds of lowered masks (MaskKind in csrc/core/params.h) the native backends run.
-NATIVE_KINDS = frozenset((0, 1, 2))
-
-# Each family of masks and the kind that it lowers to.
+# Each family of masks and the kind that it lowers to (MaskKind in csrc/core/params.h).
 FAMILY_KINDS = {
     "dense": 0,
     "causal": 1,
@@ -383,8 +424,21 @@ HEAD_FAMILY_KINDS = {
     "and-blocks-heads-causal": 6,
 }
 ALL_FAMILIES = (*FAMILY_KINDS, *HEAD_FAMILY_KINDS)
-# What every backend runs.
-FAMILIES = tuple(family for family, kind in FAMILY_KINDS.items() if kind in NATIVE_KINDS)
+FAMILIES = tuple(FAMILY_KINDS)
+# One of each kind.
+ONE_OF_EACH = ("dense", "causal", "document-cross-causal", "window-keep", "dilated", "hash-causal", "blocks-64x192")
+
+
+def by_family(found: list, families: tuple[str, ...] = FAMILIES) -> list:
+    """pytest parameters (target, family): every family on a GPU and in float32; one of each kind in the other dtypes of
+    the CPU, whose arithmetic is apart from the masks."""
+    pairs = []
+    for param in found:
+        (target,) = param.values
+        every = target.device == "cuda" or target.dtype == torch.float32
+        for family in families if every else ONE_OF_EACH:
+            pairs.append(pytest.param(target, family, id=f"{param.id}-{family}", marks=param.marks))
+    return pairs
 
 
 def mask_for(
@@ -538,20 +592,12 @@ def poisoned_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype, device=q.device)
 
 
-def skip_where_native_lacks(backend: str | None, mask: flashmsa.Mask | None) -> None:
-    """Skips a test that would run a mask on a native backend that has no such kind yet."""
-    kind = 0 if mask is None else mask._lower()[0]
-    if backend != "torch" and kind not in NATIVE_KINDS:
-        pytest.skip(f"masks of kind {kind} have no native backend yet")
-
-
 def run(
     target: Target, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskCase = DENSE, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """attention() with lse into a poisoned output."""
     out = poisoned_out(q, v)
     built = mask.build(q.device)
-    skip_where_native_lacks(target.backend, built)
     got, lse = flashmsa.attention(q, k, v, mask=built, backend=target.backend, return_lse=True, out=out, **kwargs)
     assert got.data_ptr() == out.data_ptr() and got.shape == out.shape, "out= must be what comes back"
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and lse.device == q.device
@@ -576,6 +622,50 @@ def copies_in(call: Callable[[], object]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Softcap, sinks, ALiBi
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a call does to its logits beside the scale, and the term that it adds to each row."""
+
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None  # (Hq,) fp32
+    slopes: torch.Tensor | None = None  # (Hq,) or (B, Hq) fp32
+    distance: torch.Tensor | None = None  # (len_q, len_kv): |p - j|, set by `of`
+
+    def of(self, mask: MaskCase, len_q: int, len_kv: int, rows: torch.Tensor | None, device) -> Options:
+        """With the distances of this mask's positions."""
+        p = mask.positions(len_q, len_kv, device)
+        p = p if rows is None else p[rows]
+        return dataclasses.replace(self, distance=(p[:, None] - torch.arange(len_kv, device=device)).abs())
+
+    def bend(self, s: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """The logits (B, H, rows, len_kv) of the query rows from `begin` on, in their own dtype."""
+        if self.softcap:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        if self.slopes is not None:
+            distance = self.distance[begin : begin + s.shape[2]].to(s.dtype)
+            s = s - self.slopes.to(s.dtype)[..., None, None] * distance
+        return s
+
+    def call(self) -> dict:
+        """As attention() takes them."""
+        named = {"softcap": self.softcap or None, "sinks": self.sinks, "alibi_slopes": self.slopes}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+PLAIN = Options()
+
+
+def with_sinks(s: torch.Tensor, options: Options) -> torch.Tensor:
+    """One more key that has the sink for its logit, where there are sinks."""
+    if options.sinks is None:
+        return s
+    return torch.cat([s, options.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The oracle
 
 
@@ -586,7 +676,12 @@ def _heads_like(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def oracle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    allowed: torch.Tensor,
+    scale: float | None = None,
+    options: Options = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T over the allowed keys) v by the rules, as (out, rest, lse) in float64.
 
@@ -597,7 +692,7 @@ def oracle(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     allowed = _by_head(allowed, q.shape[1])
     if q.dtype == torch.float64:
-        return _oracle_extended(q, k, v, allowed, scale)
+        return _oracle_extended(q, k, v, allowed, scale, options)
     k, v = _heads_like(q, k).double(), _heads_like(q, v).double()
     bad_v = ~v.isfinite()
     clean_v = v.masked_fill(bad_v, 0.0)
@@ -606,12 +701,13 @@ def oracle(
     chunk = max(1, 2**27 // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for begin in range(0, max(q.shape[2], 1), chunk):
         seen = allowed[:, :, begin : begin + chunk]
-        s = (q[:, :, begin : begin + chunk].double() @ k.mT * scale).masked_fill(~seen, -math.inf)
+        s = options.bend(q[:, :, begin : begin + chunk].double() @ k.mT * scale, begin)
+        s = with_sinks(s.masked_fill(~seen, -math.inf), options)
         top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:3], 1), -math.inf)
         top = top.masked_fill(top == -math.inf, 0.0)
         p = (s - top).exp()
         total = p.sum(-1, keepdim=True)
-        out = (p @ clean_v / total).masked_fill(total == 0, 0.0)
+        out = (p[..., : k.shape[2]] @ clean_v / total).masked_fill(total == 0, 0.0)
         if bad_v.any():
             assert not (v.isinf() & seen.any(dim=2)[..., None]).any(), "no oracle for a visible inf in v"
             out = out.masked_fill(seen.double() @ bad_v.double() > 0, math.nan)
@@ -622,7 +718,7 @@ def oracle(
 
 
 def _oracle_extended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, scale: float, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The oracle in numpy's long double (64 or more bits of fraction), for float64 inputs; finite values only."""
     device = q.device
@@ -632,11 +728,21 @@ def _oracle_extended(
     dead = ~allowed.any(dim=2).cpu().numpy()[..., None]
     k_, v_ = np.where(dead, 0, k_), np.where(dead, 0, v_)
     with np.errstate(invalid="ignore", divide="ignore"):
-        s = np.where(allowed.cpu().numpy(), q_ @ k_.swapaxes(-1, -2) * np.longdouble(scale), -np.inf)
+        s = q_ @ k_.swapaxes(-1, -2) * np.longdouble(scale)
+        if options.softcap:
+            s = options.softcap * np.tanh(s / np.longdouble(options.softcap))
+        if options.slopes is not None:
+            slopes = options.slopes.cpu().numpy().astype(np.longdouble)
+            s = s - slopes[..., None, None] * options.distance.cpu().numpy()
+        s = np.where(allowed.cpu().numpy(), s, -np.inf)
+        if options.sinks is not None:
+            sinks = options.sinks.cpu().numpy().astype(np.longdouble)[:, None, None]
+            s = np.concatenate([s, np.broadcast_to(sinks, (*s.shape[:3], 1))], -1)
         top = s.max(-1, keepdims=True, initial=-np.inf)
         top = np.where(top == -np.inf, 0, top)
         p = np.exp(s - top)
         total = p.sum(-1, keepdims=True)
+        p = p[..., : k.shape[2]]
         bad_v = ~np.isfinite(v_)
         out = np.where(total == 0, 0, p @ np.where(bad_v, 0, v_) / total)
         if bad_v.any():
@@ -649,14 +755,19 @@ def _oracle_extended(
 
 
 def composed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    allowed: torch.Tensor,
+    scale: float | None = None,
+    options: Options = PLAIN,
 ) -> torch.Tensor:
     """The same from torch's operators in q's own dtype, nothing upcast: the yardstick of the tolerance rule."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     k, v = _heads_like(q, k), _heads_like(q, v)
     allowed = _by_head(allowed, q.shape[1])
-    s = (torch.matmul(q, k.mT) * scale).masked_fill(~allowed, -math.inf)
-    p = torch.softmax(s, dim=-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    s = with_sinks(options.bend(torch.matmul(q, k.mT) * scale).masked_fill(~allowed, -math.inf), options)
+    p = torch.softmax(s, dim=-1)[..., : k.shape[2]].masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     return torch.matmul(p, v)
 
 
@@ -718,7 +829,13 @@ def assert_within_rule(
 
 
 def limit_of_whole(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: MaskCase = DENSE, *, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskCase = DENSE,
+    *,
+    scale: float | None = None,
+    options: Options = PLAIN,
 ) -> float:
     """The rule's limit on the maximum error of a call.
 
@@ -727,8 +844,9 @@ def limit_of_whole(
     """
     allowed = mask.allowed(q.shape[2], k.shape[2], device=q.device)
     q, k, v = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in (q, k, v))
-    expected, rest, _ = oracle(q, k, v, allowed, scale)
-    base = (composed(q, k, v, allowed, scale).double() - expected) - rest
+    options = options.of(mask, q.shape[2], k.shape[2], None, q.device)
+    expected, rest, _ = oracle(q, k, v, allowed, scale, options)
+    base = (composed(q, k, v, allowed, scale, options).double() - expected) - rest
     return 2.0 * largest(base) + ulp(largest(expected), q.dtype)
 
 
@@ -769,6 +887,7 @@ def check(
     mask: MaskCase = DENSE,
     *,
     scale: float | None = None,
+    options: Options = PLAIN,
     rows: torch.Tensor | None = None,
     note: object = "",
     limit: float | None = None,
@@ -778,17 +897,19 @@ def check(
     A `limit` is the maximum error allowed instead: limit_of_whole for a part of a result, or worst_case.
     """
     allowed = mask.allowed(q.shape[2], k.shape[2], rows, q.device)
+    options = options.of(mask, q.shape[2], k.shape[2], rows, q.device)
     if rows is not None:
         q, got = q[:, :, rows], got[:, :, rows]
         lse = None if lse is None else lse[:, :, rows]
     note = note or f"{mask} q {tuple(q.shape)} k {tuple(k.shape)}"
     assert got.dtype == q.dtype, f"{note}: out is {got.dtype}, q is {q.dtype}"
-    expected, rest, expected_lse = oracle(q, k, v, allowed, scale)
+    expected, rest, expected_lse = oracle(q, k, v, allowed, scale, options)
     assert got.shape == expected.shape, f"{note}: out has shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    empty = expected_lse.isneginf()
+    sees_nothing = ~_by_head(allowed, q.shape[1]).any(-1).expand(expected_lse.shape)
+    empty = expected_lse.isneginf() | sees_nothing
     assert not got[empty].count_nonzero(), f"{note}: a row without a visible key is not 0"
     clean = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in (q, k, v))
-    assert_within_rule(got, expected, rest, composed(*clean, allowed, scale), note, limit)
+    assert_within_rule(got, expected, rest, composed(*clean, allowed, scale, options), note, limit)
     if lse is not None:
         assert_lse(lse, expected_lse, note)
 
@@ -800,12 +921,13 @@ def run_and_check(
     v: torch.Tensor,
     mask: MaskCase = DENSE,
     *,
+    options: Options = PLAIN,
     rows: torch.Tensor | None = None,
     note: object = "",
     limit: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """run(), then check()."""
-    out, lse = run(target, q, k, v, mask, **kwargs)
-    check(out, lse, q, k, v, mask, scale=kwargs.get("scale"), rows=rows, note=note, limit=limit)
+    out, lse = run(target, q, k, v, mask, **options.call(), **kwargs)
+    check(out, lse, q, k, v, mask, scale=kwargs.get("scale"), options=options, rows=rows, note=note, limit=limit)
     return out, lse

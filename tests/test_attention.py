@@ -21,6 +21,7 @@ from helpers import (
     TOP_LEFT,
     MaskCase,
     Target,
+    by_family,
     check,
     copies_in,
     document,
@@ -79,17 +80,17 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize(("target", "family"), by_family(targets()))
 @pytest.mark.parametrize("lengths", LENGTHS, ids="{0[0]}x{0[1]}".format)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
     q, k, v = make_qkv(target, 2, (2, 1), *lengths, 64)
     run_and_check(target, q, k, v, mask_for(family, 2, *lengths))
 
 
-@pytest.mark.parametrize("target", targets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
+@pytest.mark.parametrize(
+    ("target", "family"), by_family(targets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
+)
 @pytest.mark.parametrize("lengths", [(1000, 1000), (1000, 257), (193, 1000)], ids="{0[0]}x{0[1]}".format)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_longer_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
     q, k, v = make_qkv(target, 2, 1, *lengths, 40)
     run_and_check(target, q, k, v, mask_for(family, 2, *lengths, documents=9))
@@ -484,15 +485,16 @@ def test_fallback_is_warned_once() -> None:
 import warnings, torch, flashmsa
 warnings.simplefilter("always")
 x = torch.randn(1, 1, 8, 8)
+mask = flashmsa.HashBucket(torch.zeros(1, 1, 8, dtype=torch.int32))
 with warnings.catch_warnings(record=True) as caught:
     for _ in range(3):
-        flashmsa.attention(x, x, x, softcap=1.0)
-print([str(w.message) for w in caught if "flashmsa" in str(w.message) or "softcap" in str(w.message)])
+        flashmsa.attention(x, x, x, mask, alibi_slopes=torch.ones(1))
+print([str(w.message) for w in caught if "flashmsa" in str(w.message) or "alibi" in str(w.message)])
 """
     root = str(Path(flashmsa.__file__).resolve().parent.parent)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True)
     messages = ast.literal_eval(done.stdout.strip().splitlines()[-1])
-    assert len(messages) == 1 and "softcap" in messages[0] and "torch" in messages[0]
+    assert len(messages) == 1 and "alibi_slopes" in messages[0] and "torch" in messages[0]
 
 
 @pytest.mark.gpu
@@ -533,32 +535,6 @@ def test_torch_backend_has_gradients(target: Target, family: str) -> None:
     for name, got, expected in zip("qkv", found, wanted, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"d{n}: {m}")
     assert not found[0][~alive.expand(2, 4, 30, 1).expand_as(found[0])].count_nonzero()
-
-
-@pytest.mark.filterwarnings("ignore:flashmsa runs its composed")
-@pytest.mark.parametrize("backend", ["torch", None])
-@pytest.mark.parametrize("option", ["softcap", "sinks", "alibi_slopes", "all"])
-@pytest.mark.parametrize("family", ["dense", "causal", "document-cross"])
-def test_options_of_the_torch_backend(backend: str | None, option: str, family: str) -> None:
-    """softcap, sinks and alibi_slopes, which have no kernel yet, from their definitions; None falls back to them."""
-    q, k, v = make_qkv(Target(backend, "cpu", torch.float32), 2, (4, 2), 30, 50, 16)
-    options = {"softcap": 1.5, "sinks": torch.randn(4), "alibi_slopes": torch.rand(4)}
-    options = {n: value for n, value in options.items() if option in (n, "all")}
-    mask = mask_for(family, 2, 30, 50)
-    out, lse = flashmsa.attention(q, k, v, mask=mask.build(), backend=backend, return_lse=True, **options)
-    s = q.double() @ k[:, [0, 0, 1, 1]].double().mT / 4
-    if "softcap" in options:
-        s = 1.5 * torch.tanh(s / 1.5)
-    if "alibi_slopes" in options:
-        p = torch.arange(30)[:, None] + 20
-        s = s - options["alibi_slopes"].double()[:, None, None] * (p - torch.arange(50)).abs()
-    s = s.masked_fill(~mask.allowed(30, 50)[:, None], -math.inf)
-    if "sinks" in options:
-        s = torch.cat([s, options["sinks"].double()[:, None, None].expand(2, 4, 30, 1)], -1)
-    expected_lse = s.logsumexp(-1)
-    p = (s - expected_lse[..., None]).exp()[..., :50].nan_to_num(0.0)
-    torch.testing.assert_close(out.double(), p @ v[:, [0, 0, 1, 1]].double(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("target", ONE_EACH)
@@ -851,6 +827,9 @@ def op_arguments(mask: MaskCase, device: str) -> tuple[int, list[int], list[torc
     return (0, [], []) if mask.kind == "dense" else (1, [int(mask.kind == "top-left")], [])
 
 
+NO_OPTIONS = (0.0, None, None)  # softcap, sinks, alibi_slopes
+
+
 @pytest.mark.parametrize("target", targets(composed=False, dtypes=(torch.float32, torch.bfloat16)))
 @pytest.mark.parametrize(
     "mask", [DENSE, CAUSAL, TOP_LEFT, document(0, 10, 33), document(0, 9, 33, causal=True)], ids=str
@@ -860,8 +839,10 @@ def test_opcheck(target: Target, mask: MaskCase, return_lse: bool) -> None:
     q, k, v = make_qkv(target, 2, (4, 2), 33, 40, 64, 32)
     arguments = op_arguments(mask, target.device)
     for q_view in (q, as_bshd(q)):
-        torch.library.opcheck(torch.ops.flashmsa.attention.default, (q_view, k, v, *arguments, None, return_lse))
-    torch.library.opcheck(torch.ops.flashmsa.attention.default, (q, k, v, *arguments, 0.25, return_lse))
+        torch.library.opcheck(
+            torch.ops.flashmsa.attention.default, (q_view, k, v, *arguments, None, *NO_OPTIONS, return_lse)
+        )
+    torch.library.opcheck(torch.ops.flashmsa.attention.default, (q, k, v, *arguments, 0.25, *NO_OPTIONS, return_lse))
 
 
 @pytest.mark.parametrize("target", NATIVE_ONE_EACH)
@@ -869,7 +850,7 @@ def test_opcheck_out(target: Target) -> None:
     q, k, v = make_qkv(target, 2, (4, 2), 33, 40, 64, 32)
     torch.library.opcheck(
         torch.ops.flashmsa.attention.out,
-        (q, k, v, *op_arguments(CAUSAL, target.device), None, True),
+        (q, k, v, *op_arguments(CAUSAL, target.device), None, *NO_OPTIONS, True),
         {"out": torch.zeros(2, 4, 33, 32, dtype=q.dtype, device=q.device)},
     )
 
@@ -882,7 +863,7 @@ def test_fake_tensors() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             q, k, v = (torch.empty(2, 4, 33, d, dtype=dtype) for d in (64, 64, 40))
             for q_view in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
-                out, lse = torch.ops.flashmsa.attention(q_view, k, v, 0, [], [], None, True)
+                out, lse = torch.ops.flashmsa.attention(q_view, k, v, 0, [], [], None, *NO_OPTIONS, True)
                 assert out.shape == (2, 4, 33, 40) and out.dtype == dtype
                 assert out.is_contiguous() == (q_view is q)
                 assert lse.shape == (2, 4, 33) and lse.dtype == torch.float32
@@ -890,7 +871,7 @@ def test_fake_tensors() -> None:
 
 def test_meta_tensors() -> None:
     q, k, v = (torch.empty(2, 4, 33, d, device="meta") for d in (64, 64, 40))
-    out, lse = torch.ops.flashmsa.attention(q, k, v, 1, [0], [], None, False)
+    out, lse = torch.ops.flashmsa.attention(q, k, v, 1, [0], [], None, *NO_OPTIONS, False)
     assert out.shape == (2, 4, 33, 40) and out.device.type == "meta"
     assert lse.shape == (0,)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import (
     CAUSAL,
-    NATIVE_KINDS,
     TOP_LEFT,
     MaskCase,
     Prefixes,
@@ -157,11 +156,7 @@ def test_alibi_counts_from_where_the_mask_stands(backend: str, align: str) -> No
     q, k, v = make_qkv(Target("torch", "cpu", torch.float64), 1, 2, 20, 30, 16)
     slopes = torch.tensor([0.5, 0.25])
     wide = SlidingWindow(100, 100, align=align)
-    options = {"alibi_slopes": slopes, "backend": "torch", "return_lse": True}
-    if backend == "cpu":
-        options["backend"] = None
-        if 3 not in NATIVE_KINDS:
-            pytest.skip("masks of kind 3 have no native backend yet")
+    options = {"alibi_slopes": slopes, "backend": backend, "return_lse": True}
     p = torch.arange(20)[:, None] + (0 if align == "top-left" else 10)
     for mask, place in (
         (wide, p),
@@ -176,21 +171,22 @@ def test_alibi_counts_from_where_the_mask_stands(backend: str, align: str) -> No
         torch.testing.assert_close(lse.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("align", ["bottom-right", "top-left"])
-def test_alibi_inside_each_sequence(align: str) -> None:
+def test_alibi_inside_each_sequence(backend: str, align: str) -> None:
     q, k, v = make_qkv(Target("torch", "cpu", torch.float64), 1, 2, 12, 14, 16)
     slopes = torch.tensor([0.5, 0.25])
     q_cuts, kv_cuts, used = [0, 5, 5, 12], [0, 4, 6, 14], [4, 2, 6]
     offsets = [torch.tensor(x, dtype=torch.int32) for x in (q_cuts, kv_cuts, used)]
     mask = PerSequence(SlidingWindow(9, 9, align=align), *offsets)
-    out = flashmsa.attention(q, k, v, mask=mask, alibi_slopes=slopes, backend="torch")
+    out = flashmsa.attention(q, k, v, mask=mask, alibi_slopes=slopes, backend=backend)
     for d in range(3):
         mine, keys = slice(q_cuts[d], q_cuts[d + 1]), slice(kv_cuts[d], kv_cuts[d] + used[d])
         alone = flashmsa.attention(
             *(q[:, :, mine], k[:, :, keys], v[:, :, keys]),
             mask=SlidingWindow(9, 9, align=align),
             alibi_slopes=slopes,
-            backend="torch",
+            backend=backend,
         )
         torch.testing.assert_close(out[:, :, mine], alone, rtol=0, atol=1e-12)
 
@@ -219,8 +215,6 @@ def test_alibi_inside_each_sequence(align: str) -> None:
 def test_native_tiles_are_the_dense_mask(mask: flashmsa.Mask, len_q: int, len_kv: int) -> None:
     pairs = int(mask.to_dense(len_q, len_kv).sum())
     assert int(mask._visible(len_q, len_kv).rows(slice(0, len_q)).sum()) == pairs
-    if mask._lower()[0] not in NATIVE_KINDS:
-        pytest.skip("masks of kind 3 have no native backend yet")
     counts = flashmsa._C.tile_counts(*_native(mask), 1, 1, len_q, len_kv, 64, 64)
     assert counts["allowed_pairs"] == pairs
 

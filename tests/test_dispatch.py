@@ -12,9 +12,12 @@ from torch._dynamo.testing import CompileCounter
 
 import flashmsa
 from flashmsa import (
+    BlockSparse,
     Causal,
     Dense,
+    DilatedWindow,
     Document,
+    HashBucket,
     Mask,
     PrefixLM,
     SlidingWindow,
@@ -34,6 +37,19 @@ MASKS = [
     Document([0, 3, 3, 17, 30]),
     Document([0, 3, 3, 17, 30], [0, 9, 10, 20, 40], causal=True),
     Document(torch.tensor([[0, 5, 30], [0, 0, 37]], dtype=torch.int32), causal=True),
+]
+
+# Of the lengths and heads that `make` has by default.
+BUCKETS = HashBucket(
+    torch.arange(6 * 37, dtype=torch.int32).view(1, 6, 37) % 5, torch.arange(80, dtype=torch.int32).view(1, 2, 40) % 7
+)
+EVERY_KIND = [
+    *MASKS,
+    DilatedWindow(3, 2, dilation=4),
+    BUCKETS,
+    BlockSparse(torch.rand(2, 6, 1, 1) < 0.8),
+    BlockSparse(torch.ones(1, 1, 1, 1, dtype=torch.bool)) & Document([0, 10, 37], [0, 30, 40]) & PrefixLM(5),
+    BlockSparse.from_dense(torch.rand(2, 1, 37, 40) < 0.5),
 ]
 
 
@@ -61,41 +77,42 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[warnings.WarningMes
 
 
 def test_the_list_of_mask_kinds_is_whole() -> None:
-    assert {(mask or Dense())._lower()[0] for mask in MASKS} == set(dispatch.MASK_KINDS)
+    assert {(mask or Dense())._lower()[0] for mask in EVERY_KIND} == set(dispatch.MASK_KINDS)
 
 
 def test_one_warning_per_reason(caught: list[warnings.WarningMessage]) -> None:
     q, k, v = make()
     for _ in range(3):
-        attention(q, k, v, softcap=2.0)
-    assert len(caught) == 1 and "softcap" in str(caught[0].message) and "torch" in str(caught[0].message)
+        attention(q, k, v, BUCKETS, alibi_slopes=torch.ones(6))
+    assert len(caught) == 1 and "alibi_slopes" in str(caught[0].message) and "torch" in str(caught[0].message)
     assert caught[0].filename == __file__, "the warning points at the caller"
-    attention(q, k, v, sinks=torch.zeros(6))
-    attention(q, k, v, softcap=3.0)
-    assert len(caught) == 2 and "sinks" in str(caught[1].message)
+    for _ in range(2):
+        dispatch.warn_once("another reason")
+    assert len(caught) == 2 and "another reason" in str(caught[1].message)
 
 
 def test_no_warning_where_the_backend_was_chosen_or_named(caught: list[warnings.WarningMessage]) -> None:
     q, k, v = make()
     attention(q, k, v)
-    attention(q, k, v, softcap=2.0, backend="torch")
+    attention(q, k, v, Causal(), softcap=2.0, sinks=torch.zeros(6), alibi_slopes=torch.ones(6))
+    attention(q, k, v, BUCKETS, alibi_slopes=torch.ones(6), backend="torch")
     assert not caught
 
 
 def test_no_warning_before_an_error(caught: list[warnings.WarningMessage]) -> None:
     q, k, v = make()
     with pytest.raises(ValueError, match="k: head_dim 8 does not match q's 16"):
-        attention(q, k[..., :8], v, softcap=2.0)
+        attention(q, k[..., :8], v, BUCKETS, alibi_slopes=torch.ones(6))
     assert not caught
 
 
-@pytest.mark.parametrize(
-    "options", [{"softcap": 2.0}, {"sinks": torch.zeros(6)}, {"alibi_slopes": torch.ones(6)}], ids=str
-)
-def test_a_native_backend_asked_for_by_name_names_the_gap(options: dict) -> None:
+def test_a_native_backend_asked_for_by_name_names_the_gap() -> None:
     q, k, v = make()
-    with pytest.raises(NotImplementedError, match=rf"backend: 'cpu' cannot run this call: {next(iter(options))}"):
-        attention(q, k, v, backend="cpu", **options)
+    with pytest.raises(NotImplementedError, match=r"backend: 'cpu' cannot run this call: alibi_slopes: .*HashBucket"):
+        attention(q, k, v, BUCKETS, backend="cpu", alibi_slopes=torch.ones(6))
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes: .*HashBucket.*torch"):
+        kind, ints, tensors = BUCKETS._lower()
+        torch.ops.flashmsa.attention(q, k, v, kind, ints, tensors, None, 0.0, None, torch.ones(6), False)
 
 
 def test_backends_of_other_devices() -> None:
@@ -216,7 +233,7 @@ def test_checked_mode_leaves_captures_alone() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The composed backend, with the options that it alone has
+# The composed backend and its gradients
 
 
 def options(name: str) -> dict:
@@ -389,7 +406,7 @@ def test_compile_of_the_torch_backend_with_gradients(caught: list[warnings.Warni
     slopes = torch.rand(6)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, Causal(), alibi_slopes=slopes)
+        return attention(q, k, v, BUCKETS, alibi_slopes=slopes)
 
     q, k, v = (x.requires_grad_() for x in make())
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
@@ -496,14 +513,15 @@ def test_compile_never_detaches() -> None:
         torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")(q, k, v)
 
 
-@pytest.mark.parametrize("mask", [Dense(), Causal(), Document([0, 5, 30], causal=True)], ids=repr)
-@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("mask", [mask or Dense() for mask in EVERY_KIND], ids=repr)
+@pytest.mark.parametrize("with_options", [False, True], ids=["", "options"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_opcheck(mask: Mask, return_lse: bool, device: str) -> None:
+def test_opcheck(mask: Mask, with_options: bool, device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (x.to(device, dtype) for x in make())
-    kind, ints, tensors = mask.to(device)._lower()
-    args = (q, k, v, kind, list(ints), list(tensors), None, return_lse)
+    slopes = None if mask is BUCKETS else torch.rand(2, 6, device=device)
+    given = (-0.3, 2.0, torch.randn(6, device=device), slopes) if with_options else (None, 0.0, None, None)
+    args = (q, k, v, *lowered(mask, device), *given, with_options)
     torch.library.opcheck(torch.ops.flashmsa.attention.default, args)
     out = torch.empty(2, 6, 37, 24, device=device, dtype=dtype)
     torch.library.opcheck(torch.ops.flashmsa.attention.out, args, {"out": out})

@@ -9,7 +9,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import NATIVE_ONE_EACH, ONE_EACH, Target, check, document, make_qkv, poisoned_out
+from helpers import (
+    ALL_FAMILIES,
+    NATIVE_ONE_EACH,
+    ONE_EACH,
+    Prefixes,
+    Target,
+    check,
+    document,
+    make_qkv,
+    mask_for,
+    poisoned_out,
+)
 
 import flashmsa
 
@@ -197,9 +208,42 @@ def test_more_tiles_than_the_kernels_count() -> None:
 def test_mask_kind_of_the_operator() -> None:
     """Of 64 bits: no kind is one of ours modulo 2^32."""
     call = Call(Target("cpu", "cpu", torch.float32))
-    for kind in (-1, 4, 2**32, 2**32 + 1):
+    for kind in (-1, 7, 2**32, 2**32 + 1):
         with pytest.raises(ValueError, match=f"mask: kind {kind} is unknown"):
-            torch.ops.flashmsa.attention(call.q, call.k, call.v, kind, [], [], None, False)
+            torch.ops.flashmsa.attention(call.q, call.k, call.v, kind, [], [], None, 0.0, None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ints", "tensors", "message"),
+    [
+        (0, [1], [], "Dense takes 0 ints and 0 tensors, got 1 and 0"),
+        (1, [2], [], "Causal's top_left flag is 2; must be 0 or 1"),
+        (2, [0], [(0, 20)], "Document takes 1 ints and 2 tensors, got 1 and 1"),
+        (3, [0] * 19, [], "Composite takes 20 ints"),
+        (3, [-1] + [0] * 19, [], "Composite's bound is -1; must be from 0"),
+        (3, [2**31] + [0] * 19, [], "Composite's bound is 2147483648; must be from 0"),
+        (3, [0] * 18 + [256, 0], [], "Composite's flags are 256"),
+        (3, [0] * 18 + [2, 0], [(3,)], "Composite's flags 2 need documents"),
+        (3, [0] * 18 + [4, 0], [], "Composite takes 20 ints and 1 tensors, got 20 and 0"),
+        (3, [0] * 18 + [4, 0], [(3,)], r"mask prefix: shape \[1\] does not match the batch of 2"),
+        (3, [0] * 18 + [3, 0], [(0, 20), (0, 30), (1, 2)], r"mask seqused_k: shape \[2\] does not match the number of"),
+        (4, [0, -1, 0, 2], [], "DilatedWindow's left is -1"),
+        (4, [0, 1, 0, 0], [], "DilatedWindow's dilation is 0; must be from 1"),
+        (5, [0], [], "HashBucket takes 1 ints and 4 tensors"),
+        (6, [0] * 24, [], "BlockSparse takes 24 ints and 5 tensors"),
+        (6, [0] * 20 + [64, 100, 1, 1], [(0,)] * 5, "BlockSparse's block_size is 64 x 100; must be multiples of 64"),
+        (6, [0] * 20 + [128, 128, 1, 2], [(0,)] * 5, "1 x 2 blocks of 128 x 128 do not fit 20 queries and 30 keys"),
+        (6, [0] * 20 + [128, 128, 1, 1], [(0,)] * 5, r"mask row_start: 1 dimensions"),
+    ],
+)
+def test_lowered_masks_of_the_operator(kind: int, ints: list[int], tensors: list, message: str) -> None:
+    """What the operator is handed without a mask object is checked as well, on the meta device too."""
+    for device in ("cpu", "meta"):
+        call = Call(Target("cpu", "cpu", torch.float32))
+        held = [int32(*x, device=device) for x in tensors]
+        q, k, v = (x.to(device) for x in (call.q, call.k, call.v))
+        with pytest.raises(ValueError, match=message):
+            torch.ops.flashmsa.attention(q, k, v, kind, ints, held, None, 0.0, None, None, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,11 +280,54 @@ def test_scale_is_any_number(call: Call, scale: float) -> None:
 
 
 @pytest.mark.parametrize("target", NATIVE_ONE_EACH)
-@pytest.mark.parametrize("option", ["softcap", "sinks", "alibi_slopes"])
-def test_a_gap_is_named(call: Call, option: str) -> None:
-    heads = torch.zeros(4, device=call.q.device)
-    value = {"softcap": 30.0, "sinks": heads, "alibi_slopes": heads}[option]
-    call.changed(**{option: value}).raises(NotImplementedError, rf"\b{option}\b")
+def test_a_gap_is_named(call: Call) -> None:
+    device = call.q.device
+    mask = flashmsa.HashBucket(*(torch.zeros(1, 1, n, dtype=torch.int32, device=device) for n in (20, 30)))
+    call.changed(mask=mask, alibi_slopes=torch.zeros(4, device=device))
+    call.raises(NotImplementedError, r"\balibi_slopes\b", "HashBucket")
+
+
+@EVERYWHERE
+def test_softcap(call: Call) -> None:
+    for bad in (-1.0, -math.inf, math.inf, math.nan, -1):
+        call.changed(softcap=bad).raises(ValueError, r"\bsoftcap\b", "positive|finite")
+    for bad in ("30", True, 1j, None, torch.tensor(30.0), np.ones(2)):
+        call.changed(softcap=bad).raises(TypeError, r"\bsoftcap\b", type(bad).__name__.removeprefix("None"))
+    for good in (np.float32(2.0), np.int64(2), 2):
+        assert torch.equal(call.changed(softcap=good)(), call.changed(softcap=2.0)())
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_sinks_and_slopes(call: Call, name: str) -> None:
+    device = call.q.device
+
+    def raises(value: object, kinds: type[Exception], *patterns: str) -> None:
+        call.changed(**{name: value}).raises(kinds, rf"\b{name}\b", *patterns)
+
+    raises(torch.zeros(3, device=device), ValueError, r"\b3\b", r"\b4\b")
+    raises(torch.zeros((), device=device), ValueError, r"\b4\b")
+    raises(torch.zeros(2, 4, 1, device=device), ValueError, r"\b4\b")
+    raises(
+        torch.zeros(2, 4, device=device) if name == "sinks" else torch.zeros(3, 4, device=device), ValueError, r"\b4\b"
+    )
+    for dtype in (torch.float64, torch.bfloat16, torch.int32):
+        raises(torch.zeros(4, dtype=dtype, device=device), TypeError, str(dtype).removeprefix("torch."), "float32")
+    other = "meta" if device.type == "cpu" else "cpu"
+    raises(torch.zeros(4, device=other), (*BAD, RuntimeError), other)
+    for bad in (0.5, [0.0] * 4, np.zeros(4, np.float32)):
+        raises(bad, TypeError, type(bad).__name__)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_sinks_and_slopes_that_require_grad(call: Call, name: str) -> None:
+    value = torch.zeros(4, device=call.q.device, requires_grad=True)
+    call.changed(**{name: value})
+    if call.target.backend == "torch":
+        assert call().requires_grad
+    else:
+        call.raises(NotImplementedError, rf"\b{name}\b", "no_grad|torch")
 
 
 @EVERYWHERE
@@ -400,6 +487,103 @@ def test_mask_to_device() -> None:
         call.v,
         document(0, 10, 20, kv=(0, 25, 30), causal=True),
     )
+
+
+def masks_that_do_not_fit(device: torch.device | str) -> dict[str, tuple[flashmsa.Mask, str]]:
+    """Each for other tensors than q (2, 4, 20, 64) and k (2, 2, 30, 64), and what the message must speak of."""
+
+    def buckets(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def blocks(*shape: int, size: tuple[int, int] = (128, 128)) -> flashmsa.BlockSparse:
+        return flashmsa.BlockSparse(torch.ones(shape, dtype=torch.bool, device=device), size)
+
+    def dense(*shape: int) -> flashmsa.BlockSparse:
+        return flashmsa.BlockSparse.from_dense(torch.rand(shape, device=device) < 0.5)
+
+    causal = flashmsa.Causal()
+    return {
+        "prefix": (flashmsa.PrefixLM(buckets(3)), "prefix"),
+        "prefix in &": (flashmsa.PrefixLM(buckets(3)) & causal, "prefix"),
+        "documents in &": (flashmsa.Document(buckets(3, 4)) & causal, r"offsets|\b3\b"),
+        "q_bucket length": (flashmsa.HashBucket(buckets(1, 1, 21), buckets(1, 1, 30)), "q_bucket"),
+        "kv_bucket length": (flashmsa.HashBucket(buckets(1, 1, 20), buckets(1, 1, 29)), "kv_bucket"),
+        "one bucket for two lengths": (flashmsa.HashBucket(buckets(1, 1, 20)), "bucket"),
+        "q_bucket batch": (flashmsa.HashBucket(buckets(3, 1, 20), buckets(1, 1, 30)), "q_bucket"),
+        "q_bucket heads": (flashmsa.HashBucket(buckets(1, 2, 20), buckets(1, 1, 30)), "q_bucket"),
+        "kv_bucket heads": (flashmsa.HashBucket(buckets(1, 1, 20), buckets(1, 3, 30)), "kv_bucket"),
+        "block rows": (blocks(1, 1, 2, 1), "blocks"),
+        "block columns": (blocks(1, 1, 1, 2), "blocks"),
+        "block size": (blocks(1, 1, 1, 3, size=(64, 64)), "blocks"),
+        "blocks batch": (blocks(3, 1, 1, 1), "blocks"),
+        "blocks heads": (blocks(1, 2, 1, 1), "blocks"),
+        "blocks in &": (blocks(1, 1, 2, 1) & causal, "blocks"),
+        "bits of other lengths": (dense(20, 29), "dense bits"),
+        "bits in &": (dense(21, 30) & causal, "dense bits"),
+    }
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", masks_that_do_not_fit("cpu"))
+def test_masks_that_do_not_fit(call: Call, name: str) -> None:
+    mask, word = masks_that_do_not_fit(call.q.device)[name]
+    call.changed(mask=mask).raises(ValueError, r"\bmask\b", word)
+    with pytest.raises(ValueError, match=word):
+        flashmsa.reference(call.q, call.k, call.v, mask)
+    with pytest.raises(ValueError, match=word):
+        flashmsa.explain(call.q, call.k, call.v, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "sm90", "torch"])
+@pytest.mark.parametrize("family", ["prefix-by-batch", "and-document-window", "hash-cross", "blocks", "blocks-bits"])
+def test_masks_on_another_device(backend: str | None, family: str) -> None:
+    call = Call(Target(backend, "cuda", torch.bfloat16))
+    case = mask_for(family, 2, 20, 30)
+    call.changed(mask=case.build("cpu")).raises(ValueError, r"\bmask\b", "cpu", r"mask\.to\(")
+    check(call.changed(mask=case.build("cpu").to("cuda"))(), None, call.q, call.k, call.v, case)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1])
+def test_prefixes_gone_bad_are_clamped(call: Call, bad: int, request: pytest.FixtureRequest) -> None:
+    """A negative prefix counts as 0, a huge one as all keys; checked mode names the negative one."""
+    prefix = int32(5, 7, device=call.q.device)
+    call.changed(mask=flashmsa.PrefixLM(prefix), return_lse=True)
+    prefix[1] = bad
+    out, lse = call()
+    check(out, lse, call.q, call.k, call.v, Prefixes("prefix", prefixes=(5, min(max(bad, 0), 30))))
+    request.getfixturevalue("checked_mode")
+    if bad < 0:
+        call.raises(ValueError, r"prefix\[1\]", str(bad))
+    else:
+        call()
+
+
+@EVERYWHERE
+def test_checked_mode_counts_the_cells(call: Call, checked_mode: None) -> None:
+    """More cells than an update has room for: they are left out until checked."""
+    blocks = torch.zeros(1, 1, 3, 1, dtype=torch.bool, device=call.q.device)
+    call.q = torch.cat([call.q] * 15, 2)
+    mask = flashmsa.BlockSparse(blocks, capacity=2)
+    call.changed(mask=mask)()
+    if call.q.device.type == "cpu":
+        with pytest.raises(ValueError, match="capacity of 2"):
+            mask.update(~blocks)
+    else:
+        mask.update(~blocks)
+    call.raises(ValueError, "3 cells", "capacity of 2")
+    for both in (mask & flashmsa.Causal(), flashmsa.SlidingWindow(9) & mask):
+        call.changed(mask=both).raises(ValueError, "capacity of 2")
+    mask.update(blocks)
+    call()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_checked_mode_lets_good_masks_pass(call: Call, family: str, checked_mode: None) -> None:
+    case = mask_for(family, 2, 20, 30, heads=(4, 2))
+    check(call.changed(mask=case.build(call.q.device))(), None, call.q, call.k, call.v, case)
 
 
 BAD_LATER = [(5, 10, 20), (0, 15, 10), (0, -1, 20), (0, 10, 2**31 - 1), (-(2**31), 0, 20), (2**31 - 1, 0, -(2**31))]

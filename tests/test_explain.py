@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashmsa
-from flashmsa import _C, Causal, Dense, Document, Mask, explain
+from flashmsa import _C, Causal, Dense, Document, HashBucket, Mask, explain
 
 needs_kernels = pytest.mark.skipif(not _C.kernels(), reason="this build has no sm_90a kernels")
 
@@ -27,6 +27,10 @@ def make(
         torch.randn(batch, heads[1], len_kv, dim, **kwargs),
         torch.randn(batch, heads[1], len_kv, dim_v, **kwargs),
     )
+
+
+def buckets(len_q: int = 100, len_kv: int = 130) -> HashBucket:
+    return HashBucket(*(torch.arange(n, dtype=torch.int32)[None, None] % 3 for n in (len_q, len_kv)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,19 +126,21 @@ def test_the_named_backend_runs(dtype: torch.dtype, options: dict, device: str) 
 def test_reasons() -> None:
     q, k, v = make()
     assert "q is on cpu" in explain(q, k, v).rejected["sm90"]
-    capped = explain(q, k, v, softcap=2.0)
-    assert capped.backend == "torch" and "softcap" in capped.rejected["cpu"]
+    gap = explain(q, k, v, buckets(), alibi_slopes=torch.ones(4))
+    assert gap.backend == "torch" and "alibi_slopes" in gap.rejected["cpu"]
+    assert explain(q, k, v, softcap=2.0, sinks=torch.zeros(4), alibi_slopes=torch.ones(4)).backend == "cpu"
     assert "by name" in explain(q, k, v, backend="torch").reason
 
 
 def test_a_backend_that_cannot_run_is_described_all_the_same() -> None:
     q, k, v = make(dtype=torch.bfloat16)
-    got = explain(q, k, v, backend="sm90", softcap=2.0)
+    options = {"backend": "sm90", "alibi_slopes": torch.ones(4)}
+    got = explain(q, k, v, buckets(), **options)
     assert got.backend == "sm90" and not got.runs and "q is on cpu" in got.reason
-    assert any("softcap" in note for note in got.notes)
+    assert any("alibi_slopes" in note for note in got.notes)
     assert "sm90 cannot run: q is on cpu" in str(got)
     with pytest.raises(ValueError, match="backend: 'sm90' cannot run this call: q is on cpu"):
-        flashmsa.attention(q, k, v, backend="sm90", softcap=2.0)
+        flashmsa.attention(q, k, v, buckets(), **options)
 
 
 def test_autocast_is_described() -> None:
@@ -143,8 +149,9 @@ def test_autocast_is_described() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert "bfloat16" in explain(q, k.to(torch.float16), v).call
         assert (
-            explain(q, k, v, backend="sm90", softcap=2.0).notes
-            == explain(*(x.bfloat16() for x in (q, k, v)), backend="sm90", softcap=2.0).notes
+            explain(q, k, v, backend="sm90").notes
+            == explain(*(x.bfloat16() for x in (q, k, v)), backend="sm90").notes
+            != explain(*(x.double() for x in (q, k, v)), backend="sm90").notes
         )
         assert "float64" in explain(q.double(), k.double(), v.double()).call
 
@@ -153,18 +160,18 @@ def test_offsets_without_values() -> None:
     q, k, v = make()
     on_meta = [x.to("meta") for x in (q, k, v)]
     got = explain(*on_meta, Document(torch.zeros(3, dtype=torch.int32, device="meta")))
-    assert got.pairs is None and any("offsets" in note for note in got.notes)
+    assert got.pairs is None and any("tensors" in note for note in got.notes)
     with FakeTensorMode() as mode:
         mask = Document(torch.tensor([0, 50, 100], dtype=torch.int32))
         got = explain(*map(mode.from_tensor, (q, k, v)), mask)
         assert str(mask) == repr(mask)
-    assert got.pairs is None and any("offsets" in note for note in got.notes)
+    assert got.pairs is None and any("tensors" in note for note in got.notes)
 
 
 def test_keys_beyond_any_tile() -> None:
     """The composed backend takes all keys at once, however many: its tile is not one that the counts could walk."""
     q, k = torch.empty(1, 1, 3, 8, device="meta"), torch.empty(1, 1, 2**31 - 65537, 8, device="meta")
-    assert explain(q, k, k, softcap=2.0).pairs == 3 * (2**31 - 65537)
+    assert explain(q, k, k, backend="torch").pairs == 3 * (2**31 - 65537)
     for block in ((1, 65537), (65537, 1), (0, 1), (1, -1)):
         with pytest.raises(ValueError, match=r"block_q, block_kv: .*at most 65536"):
             _C.tile_counts(0, [], [], 1, 1, 10, 10, *block)

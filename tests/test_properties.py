@@ -13,10 +13,8 @@ from helpers import (
     ALL_FAMILIES,
     CAUSAL,
     DENSE,
-    FAMILIES,
     FAMILY_KINDS,
     HEAD_FAMILY_KINDS,
-    NATIVE_KINDS,
     TOP_LEFT,
     MaskCase,
     Target,
@@ -51,12 +49,10 @@ def document_cuts(draw, length: int) -> tuple[int, ...]:
 
 
 @st.composite
-def any_mask(
-    draw, batch: int, len_q: int, len_kv: int, backend: str = "cpu", heads: tuple[int, int] = (1, 1)
-) -> MaskCase:
-    """A mask of any family that the backend has; documents with offsets of any kind, heads that differ if told so."""
+def any_mask(draw, batch: int, len_q: int, len_kv: int, heads: tuple[int, int] = (1, 1)) -> MaskCase:
+    """A mask of any family; documents with offsets of any kind, heads that differ if told so."""
     kinds = {**FAMILY_KINDS, **(HEAD_FAMILY_KINDS if heads != (1, 1) else {})}
-    others = [f for f, kind in kinds.items() if kind > 2 and (backend == "torch" or kind in NATIVE_KINDS)]
+    others = [family for family, kind in kinds.items() if kind > 2]
     kind = draw(st.sampled_from(["dense", "causal", "top-left", "document", "document-causal", *others]))
     if kind in others:
         return mask_for(kind, batch, len_q, len_kv, draw(st.integers(0, 999)), draw(st.integers(1, 5)), heads)
@@ -79,7 +75,7 @@ def test_equals_the_oracle(backend: str, data: st.DataObject) -> None:
     target = Target(backend, "cpu", data.draw(DTYPES))
     batch, heads_kv, group = (data.draw(st.integers(1, 3)) for _ in range(3))
     len_q, len_kv, dim, dim_v = (data.draw(s) for s in (LENGTHS, LENGTHS, DIMS, DIMS))
-    mask = data.draw(any_mask(batch, len_q, len_kv, backend, (heads_kv * group, heads_kv)))
+    mask = data.draw(any_mask(batch, len_q, len_kv, (heads_kv * group, heads_kv)))
     scale = data.draw(st.sampled_from([None, 1.0, 0.0, -0.3]))
     q, k, v = normal(
         data.draw(SEEDS),
@@ -184,7 +180,7 @@ def test_moving_all_keys_moves_only_lse(backend: str, data: st.DataObject) -> No
     q, k, v, c = normal(
         data.draw(SEEDS), target, (1, 2, len_q, 16), (1, 2, len_kv, 16), (1, 2, len_kv, 16), (1, 2, 1, 16)
     )
-    mask = data.draw(any_mask(1, len_q, len_kv, backend))
+    mask = data.draw(any_mask(1, len_q, len_kv))
     out, lse = run(target, q, k, v, mask)
     moved, moved_lse = run(target, q, k + c, v, mask)
     torch.testing.assert_close(moved, out, rtol=0, atol=1e-13 * (1 + k.abs().max().item() + c.abs().max().item()) ** 2)
@@ -197,7 +193,7 @@ def test_linear_in_v(backend: str, data: st.DataObject) -> None:
     target = Target(backend, "cpu", torch.float64)
     len_q, len_kv = data.draw(LENGTHS), data.draw(LENGTHS)
     q, k, v, w = normal(data.draw(SEEDS), target, (1, 2, len_q, 16), *[(1, 2, len_kv, 16)] * 3)
-    mask = data.draw(any_mask(1, len_q, len_kv, backend))
+    mask = data.draw(any_mask(1, len_q, len_kv))
     (a, lse_a), (b, lse_b) = run(target, q, k, v, mask), run(target, q, k, w, mask)
     both, lse = run(target, q, k, 2 * v - 3 * w, mask)
     torch.testing.assert_close(both, 2 * a - 3 * b, rtol=0, atol=1e-13)
@@ -212,7 +208,7 @@ def test_out_lies_between_the_values(backend: str, data: st.DataObject) -> None:
     len_q, len_kv = data.draw(LENGTHS), data.draw(LENGTHS)
     size = data.draw(st.sampled_from([1e-3, 1.0, 30.0, 1e3]))
     q, k, v = normal(data.draw(SEEDS), target, (1, 1, len_q, 16), (1, 1, len_kv, 16), (1, 1, len_kv, 16))
-    mask = data.draw(any_mask(1, len_q, len_kv, backend))
+    mask = data.draw(any_mask(1, len_q, len_kv))
     out, lse = run(target, q * size, k, v, mask)
     allowed = mask.allowed(len_q, len_kv)[:, None, :, :, None]
     values = v[:, :, None].double()
@@ -234,8 +230,7 @@ def test_batches_and_heads_are_independent(backend: str, data: st.DataObject) ->
     q, k, v = normal(
         data.draw(SEEDS), target, (batch, heads, len_q, 16), (batch, heads, len_kv, 16), (batch, heads, len_kv, 16)
     )
-    families = FAMILIES if backend == "cpu" and len(NATIVE_KINDS) < 7 else ALL_FAMILIES
-    mask = mask_for(data.draw(st.sampled_from(families)), batch, len_q, len_kv, heads=(heads, heads))
+    mask = mask_for(data.draw(st.sampled_from(ALL_FAMILIES)), batch, len_q, len_kv, heads=(heads, heads))
     out, lse = run(target, q, k, v, mask)
     b, h = data.draw(st.integers(0, batch - 1)), data.draw(st.integers(0, heads - 1))
     alone = mask.alone(b, h, heads)

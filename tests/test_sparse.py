@@ -24,7 +24,6 @@ from helpers import (
     poisoned_allocations,
     run,
     run_and_check,
-    skip_where_native_lacks,
     targets,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -400,8 +399,6 @@ def test_a_captured_update_renews_the_mask(kind: str, backend: str) -> None:
     first, tensors = cases(0)
     held = [x.cuda() for x in tensors]
     mask = HashBucket(*held, causal=True) if kind == "hash" else flashmsa.BlockSparse(*held, capacity=96)
-    if backend != "torch":
-        skip_where_native_lacks(backend, mask)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         mask.update(*held)

@@ -219,10 +219,10 @@ struct MaskCheck {
                         block_q, " x ", block_kv, "; must be multiples of 64");
     }
     const Int rows = (extent.len_q + (block_q - 1)) / block_q, columns = (extent.len_kv + (block_kv - 1)) / block_kv;
-    TORCH_CHECK_VALUE(rows == ints[kCompositeInts + 2] && columns == ints[kCompositeInts + 3], "mask: ",
-                      ints[kCompositeInts + 2], " x ", ints[kCompositeInts + 3], " blocks of ", block_q, " x ", block_kv,
-                      " do not fit ", extent.len_q, " queries and ", extent.len_kv, " keys; must be ", rows, " x ",
-                      columns);
+    TORCH_CHECK_VALUE(rows == ints[kCompositeInts + 2] && columns == ints[kCompositeInts + 3],
+                      "mask: ", ints[kCompositeInts + 2], " x ", ints[kCompositeInts + 3], " blocks of ", block_q,
+                      " x ", block_kv, " do not fit ", extent.len_q, " queries and ", extent.len_kv, " keys; must be ",
+                      rows, " x ", columns);
     const Int cell_rows = (extent.len_q + 127) / 128;
     int32("row_start", first, 3, "(batch or 1, heads or 1, cell rows + 1)");
     int32("whole_count", first + 1, 3, "(batch or 1, heads or 1, cell rows)");
@@ -246,8 +246,8 @@ struct MaskCheck {
     size("bits", first + 4, 1, Int(128), "the rows of a cell:");
     size("bits", first + 4, 2, Int(4), "the words of a row:");
     for (size_t at = first; at < first + 5; ++at) {
-      TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[at])[0] <= kUnbounded, "mask: BlockSparse's list is above the limit of ",
-                        kUnbounded, " entries");
+      TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[at])[0] <= kUnbounded,
+                        "mask: BlockSparse's list is above the limit of ", kUnbounded, " entries");
       TORCH_CHECK_VALUE(tensors[at].is_contiguous(), "mask: BlockSparse's list must be contiguous, as it is made");
     }
   }
@@ -274,8 +274,8 @@ void check_options(const Arguments& args, const Int& batch, const Int& heads) {
   if (args.alibi_slopes.has_value()) {
     check("alibi_slopes", args.alibi_slopes);
     const auto sizes = at::symint::sizes<Int>(*args.alibi_slopes);
-    const bool good = (sizes.size() == 1 && sizes[0] == heads) ||
-                      (sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads);
+    const bool good =
+        (sizes.size() == 1 && sizes[0] == heads) || (sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads);
     TORCH_CHECK_VALUE(good, "alibi_slopes: shape ", args.alibi_slopes->sym_sizes(), "; must be (", heads, ",) or (",
                       batch, ", ", heads, ")");
     TORCH_CHECK_NOT_IMPLEMENTED(args.mask != static_cast<int64_t>(MaskKind::kHash),
@@ -335,6 +335,10 @@ DType core_dtype(at::ScalarType dtype) {
 template <class Int>
 void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, at::Device device,
                 const Extent<Int>& extent) {
+  // NOTE: before the cast, which would take a kind modulo 2^32.
+  TORCH_CHECK_VALUE(mask >= 0 && mask <= static_cast<int64_t>(MaskKind::kBlockSparse), "mask: kind ", mask,
+                    " is unknown; must be 0 (Dense), 1 (Causal), 2 (Document), 3 (Composite), 4 (DilatedWindow), 5 "
+                    "(HashBucket) or 6 (BlockSparse)");
   const MaskCheck<Int> check{mask_ints, mask_tensors, device, extent};
   switch (static_cast<MaskKind>(mask)) {
     case MaskKind::kDense:
@@ -369,9 +373,6 @@ void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_ten
       return check.list(tensors);
     }
   }
-  TORCH_CHECK_VALUE(false, "mask: kind ", mask,
-                    " is unknown; must be 0 (Dense), 1 (Causal), 2 (Document), 3 (Composite), 4 (DilatedWindow), 5 "
-                    "(HashBucket) or 6 (BlockSparse)");
 }
 
 template <class Int>
@@ -475,7 +476,7 @@ const int32_t* dense_ints(const at::Tensor& tensor, std::vector<at::Tensor>& hel
 
 BandArgs make_band(at::IntArrayRef ints) {
   BandArgs band;
-  const auto pair = [&](size_t at, int32_t(&to)[2]) {
+  const auto pair = [&](size_t at, int32_t (&to)[2]) {
     to[0] = static_cast<int32_t>(ints[at]);
     to[1] = static_cast<int32_t>(ints[at + 1]);
   };
@@ -622,8 +623,7 @@ Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& l
 template void check_arguments<int64_t>(const Arguments&);
 template void check_arguments<c10::SymInt>(const Arguments&);
 template void check_mask<int64_t>(int64_t, at::IntArrayRef, at::TensorList, at::Device, const Extent<int64_t>&);
-template void check_mask<c10::SymInt>(int64_t, at::IntArrayRef, at::TensorList, at::Device,
-                                      const Extent<c10::SymInt>&);
+template void check_mask<c10::SymInt>(int64_t, at::IntArrayRef, at::TensorList, at::Device, const Extent<c10::SymInt>&);
 template void check_out<int64_t>(const Arguments&, const at::Tensor&);
 template void check_out<c10::SymInt>(const Arguments&, const at::Tensor&);
 template OutLayout<int64_t> out_layout<int64_t>(const Arguments&);

@@ -139,7 +139,8 @@ PyObject* py_attention(PyObject* /*module*/, PyObject* const* args, Py_ssize_t c
   const CallArguments a(args);
   Result result = [&] {
     const py::gil_scoped_release no_gil;
-    return attention(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks, a.alibi_slopes, a.return_lse);
+    return attention(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks, a.alibi_slopes,
+                     a.return_lse);
   }();
   return wrap(std::move(result));
   END_HANDLE_TH_ERRORS
@@ -152,7 +153,8 @@ PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize
   at::Tensor out = read_tensor("out", args[CallArguments::kCount]);
   at::Tensor lse = [&] {
     const py::gil_scoped_release no_gil;
-    return attention_out(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks, a.alibi_slopes, a.return_lse, out);
+    return attention_out(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks,
+                         a.alibi_slopes, a.return_lse, out);
   }();
   return wrap({std::move(out), std::move(lse)});
   END_HANDLE_TH_ERRORS
@@ -160,10 +162,12 @@ PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize
 
 PyMethodDef kMethods[] = {
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention)), METH_FASTCALL,
-     "attention(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse) -> (out, lse)\n\n"
+     "attention(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse) -> (out, "
+     "lse)\n\n"
      "flashmsa::attention by position, through torch's dispatcher."},
     {"attention_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention_out)), METH_FASTCALL,
-     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse, out) -> (out, lse)\n\n"
+     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse, out) -> "
+     "(out, lse)\n\n"
      "flashmsa::attention.out by position, and the tensor it wrote to."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -250,9 +254,11 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
 }
 
 py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const std::vector<at::Tensor>& mask_tensors,
-                     int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv) {
-  check_mask<int64_t>(mask, mask_ints, mask_tensors, at::kCPU,
-                      {int64_t{batch}, int64_t{heads_q}, int64_t{heads_q}, int64_t{len_q}, int64_t{len_kv}});
+                     int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv,
+                     std::optional<int32_t> heads_kv) {
+  check_mask<int64_t>(
+      mask, mask_ints, mask_tensors, at::kCPU,
+      {int64_t{batch}, int64_t{heads_q}, int64_t{heads_kv.value_or(heads_q)}, int64_t{len_q}, int64_t{len_kv}});
   // NOTE: lengths leave room below the largest int32 for a whole tile of this size.
   constexpr int32_t kMaxBlock = 65536;
   TORCH_CHECK_VALUE(block_q > 0 && block_kv > 0 && block_q <= kMaxBlock && block_kv <= kMaxBlock,
@@ -288,7 +294,7 @@ PYBIND11_MODULE(_C, m) {
         "The kernel for a mask kind, dtype, head dims and options, or None.");
   m.def("tile_counts", torch::wrap_pybind_function(&tile_counts), py::arg("mask"), py::arg("mask_ints"),
         py::arg("mask_tensors"), py::arg("batch"), py::arg("heads_q"), py::arg("len_q"), py::arg("len_kv"),
-        py::arg("block_q"), py::arg("block_kv"),
+        py::arg("block_q"), py::arg("block_kv"), py::arg("heads_kv") = py::none(),
         "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads.");
 }
 

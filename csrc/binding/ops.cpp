@@ -77,7 +77,8 @@ Tensor empty_out(const Arguments& args) {
 
 template <class Backend>
 Result attention_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                    TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+                    TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks,
+                    const OptionalTensor& alibi_slopes, bool return_lse) {
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<int64_t>(args);
   Backend::check_device(q.device());
@@ -90,7 +91,8 @@ Result attention_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t m
 
 template <class Backend>
 Tensor attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                        TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
+                        TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks,
+                        const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<int64_t>(args);
   check_out<int64_t>(args, out);
@@ -118,7 +120,8 @@ Tensor meta_lse(const Arguments& args, bool return_lse) {
 }
 
 Result attention_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                      TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+                      TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks,
+                      const OptionalTensor& alibi_slopes, bool return_lse) {
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<c10::SymInt>(args);
   const OutLayout<c10::SymInt> layout = out_layout<c10::SymInt>(args);
@@ -126,7 +129,8 @@ Result attention_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t
 }
 
 Tensor attention_out_meta(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                          TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
+                          TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks,
+                          const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
   const Arguments args{q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes};
   check_arguments<c10::SymInt>(args);
   check_out<c10::SymInt>(args, out);
@@ -146,7 +150,8 @@ void refuse_gradient(const char* name, const Tensor& tensor) {
 }
 
 Result attention_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
-                          IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+                          IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, double softcap,
+                          const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
   refuse_gradient("q", q);
   refuse_gradient("k", k);
   refuse_gradient("v", v);
@@ -158,7 +163,8 @@ Result attention_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tenso
 }
 
 Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask,
-                              IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse,
+                              IntArrayRef mask_ints, TensorList mask_tensors, Scale scale, double softcap,
+                              const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse,
                               Tensor& out) {
   refuse_gradient("q", q);
   refuse_gradient("k", k);
@@ -168,8 +174,8 @@ Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const T
   refuse_gradient("out", out);
   Tensor lse = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks,
-                               alibi_slopes, return_lse, out);
+    return out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, mask_ints, mask_tensors, scale,
+                               softcap, sinks, alibi_slopes, return_lse, out);
   }();
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   return lse;
@@ -181,12 +187,13 @@ Tensor attention_out_autograd(c10::DispatchKeySet keys, const Tensor& q, const T
   throw std::logic_error("unreachable");
 }
 
-Result attention_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool) {
+Result attention_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double,
+                      const OptionalTensor&, const OptionalTensor&, bool) {
   refuse_vmap();
 }
 
-Tensor attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool,
-                          Tensor&) {
+Tensor attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double,
+                          const OptionalTensor&, const OptionalTensor&, bool, Tensor&) {
   refuse_vmap();
 }
 
@@ -194,11 +201,13 @@ Tensor attention_out_vmap(const Tensor&, const Tensor&, const Tensor&, int64_t, 
 
 template <c10::DispatchKey kKey, c10::DeviceType kDevice>
 Result attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                          TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+                          TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks,
+                          const OptionalTensor& alibi_slopes, bool return_lse) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
   const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
-  return functional_op().call(cast(q), cast(k), cast(v), mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse);
+  return functional_op().call(cast(q), cast(k), cast(v), mask, mask_ints, mask_tensors, scale, softcap, sinks,
+                              alibi_slopes, return_lse);
 }
 
 #ifndef FLASHMSA_WITH_CUDA
@@ -208,12 +217,13 @@ Result attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, int
   throw std::logic_error("unreachable");
 }
 
-Result attention_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool) {
+Result attention_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double,
+                      const OptionalTensor&, const OptionalTensor&, bool) {
   refuse_cuda(q);
 }
 
-Tensor attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale, double, const OptionalTensor&, const OptionalTensor&, bool,
-                          Tensor&) {
+Tensor attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t, IntArrayRef, TensorList, Scale,
+                          double, const OptionalTensor&, const OptionalTensor&, bool, Tensor&) {
   refuse_cuda(q);
 }
 #endif
@@ -221,12 +231,14 @@ Tensor attention_out_cuda(const Tensor& q, const Tensor&, const Tensor&, int64_t
 }  // namespace
 
 Result attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                 TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse) {
+                 TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks,
+                 const OptionalTensor& alibi_slopes, bool return_lse) {
   return functional_op().call(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse);
 }
 
 Tensor attention_out(const Tensor& q, const Tensor& k, const Tensor& v, int64_t mask, IntArrayRef mask_ints,
-                     TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
+                     TensorList mask_tensors, Scale scale, double softcap, const OptionalTensor& sinks,
+                     const OptionalTensor& alibi_slopes, bool return_lse, Tensor& out) {
   // NOTE: the dispatcher's fallback for these takes an operator that returns something else than `out` for a broken one.
   TORCH_CHECK_VALUE(!out.is_neg(),
                     "out: a view that negates what is written to it; must own its values, as "

@@ -146,7 +146,7 @@ class Document(IntervalMask):
             ("kv_offsets" if self.kv_offsets is not None else "offsets", self._lowered[2][1], len_kv, "k"),
         ):
             values = offsets.detach().cpu()
-            _check_offset_values(name, values)
+            check_offset_values(name, values)
             last = int(values[..., -1].max())
             if last > length:
                 raise ValueError(f"{name}: the last value {last} lies past {whose}'s length {length}")
@@ -186,7 +186,7 @@ def _as_offsets(name: str, value: Any) -> Tensor:
         raise ValueError(f"{name}: shape {tuple(value.shape)}; must be (n + 1,) or (B, n + 1) for n documents")
     # NOTE: while a graph is traced there are no values to look at.
     if on_cpu(value):
-        _check_offset_values(name, value)
+        check_offset_values(name, value)
     return value
 
 
@@ -199,7 +199,7 @@ def _from_ints(name: str, values: Sequence[Any]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int32)
 
 
-def _check_offset_values(name: str, values: Tensor) -> None:
+def check_offset_values(name: str, values: Tensor) -> None:
     """Raises ValueError where CPU offsets do not start at 0 or decrease."""
     rows = values.reshape(-1, values.shape[-1])
 

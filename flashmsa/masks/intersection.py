@@ -188,10 +188,7 @@ class PerSequence(Mask):
     kv_used: Tensor | None = None
 
     def __post_init__(self) -> None:
-        interval = _sequence_interval(self.mask)
-        set_fields(self, _interval_of_one=interval)
-        offsets = Interval(offsets=(self.q_offsets, self.kv_offsets))
-        set_fields(self, _lowered=(COMPOSITE, *lower_composite(offsets, interval, self.kv_used, per_document=True)))
+        set_fields(self, _lowered=lower_in_sequences(self.mask, self.q_offsets, self.kv_offsets, self.kv_used))
 
     def to_dense(self, len_q: int, len_kv: int, device: torch.device | str | None = None) -> Tensor:
         """Reads the offsets, so it waits for their device."""
@@ -215,12 +212,61 @@ class PerSequence(Mask):
             return self
         return PerSequence(self.mask.to(device), *moved)
 
+    def _check_values(self, len_q: int, len_kv: int) -> None:
+        check_sequences(self.q_offsets, self.kv_offsets, self.kv_used, len_q, len_kv)
+        self.mask._check_values(len_q, len_kv)
+
     def _natural_size(self) -> tuple[int, int]:
         return int(self.q_offsets[-1]), int(self.kv_offsets[-1])
 
     def __repr__(self) -> str:
         used = "" if self.kv_used is None else f", {describe(self.kv_used)}"
         return f"PerSequence({self.mask!r}, {describe(self.q_offsets)}, {describe(self.kv_offsets)}{used})"
+
+
+def lower_in_sequences(mask: Mask | None, q_offsets: Tensor, kv_offsets: Tensor, kv_used: Tensor | None) -> Lowered:
+    """What ``PerSequence`` lowers to. Raises ValueError for prefixes of another number of sequences."""
+    # PERF: all but the offsets is the mask's own, and made once for each mask.
+    cached = _EVERYTHING if mask is None else getattr(mask, "_in_sequences", None)
+    if cached is None:
+        cached = _split_lowered(_sequence_interval(mask))
+        if not torch.compiler.is_compiling():
+            set_fields(mask, _in_sequences=cached)
+    ints, ints_used, prefixes = cached
+    for prefix in prefixes:
+        if prefix.shape[0] != q_offsets.shape[0] - 1:
+            count = q_offsets.shape[0] - 1
+            raise ValueError(f"mask: prefix for {prefix.shape[0]} sequences does not match cu_seqlens_q's {count}")
+    if kv_used is None:
+        return COMPOSITE, ints, (q_offsets, kv_offsets, *prefixes)
+    return COMPOSITE, ints_used, (q_offsets, kv_offsets, kv_used, *prefixes)
+
+
+def _split_lowered(interval: Interval) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Tensor, ...]]:
+    """The ints without and with lengths in use, and the prefixes that are tensors."""
+    ints, prefixes = lower_composite(_ANY, interval, per_document=True)
+    flags = ints[18] | DOCUMENTS
+    return (*ints[:18], flags, 0), (*ints[:18], flags | KV_USED, 0), prefixes
+
+
+_EVERYTHING = _split_lowered(_ANY)
+
+
+def check_sequences(q_offsets: Tensor, kv_offsets: Tensor, kv_used: Tensor | None, len_q: int, len_kv: int) -> None:
+    """Reads the tensors of packed sequences, and raises ValueError for values that they may not hold."""
+    from .document import check_offset_values
+
+    for name, offsets, length in (("cu_seqlens_q", q_offsets, len_q), ("cu_seqlens_k", kv_offsets, len_kv)):
+        values = offsets.detach().cpu()
+        check_offset_values(name, values)
+        if int(values[-1]) > length:
+            raise ValueError(f"{name}: the last value {int(values[-1])} lies past the {length} packed tokens")
+    if kv_used is not None:
+        used, most = kv_used.detach().cpu(), kv_offsets.detach().cpu().diff()
+        bad = ((used < 0) | (used > most)).nonzero()
+        if bad.numel():
+            d = int(bad[0])
+            raise ValueError(f"seqused_k[{d}]: {int(used[d])}; must be from 0 to the sequence's {int(most[d])} keys")
 
 
 def _sequence_interval(mask: Mask) -> Interval:

@@ -282,9 +282,9 @@ struct Consumer {
     if constexpr (kMasked) mask_scores(x, block, rows);
     const bool outgrown = y.softmax.outgrown(x.s);
 
-    // 3. PERF: where there is more to do than the test, the compiler moves a wait up into what P V should overlap (ALiBi at
-    // d128: +26 %). One in either branch stays behind the test.
-    if constexpr (!kMasked && Score::kPlain) {
+    // 3. PERF: where there is more to do than the test, and at d64 anyway, the compiler moves a wait up into what P V should
+    // overlap (ALiBi at d128: +26 %). One in either branch stays behind the test.
+    if constexpr (!kMasked && Score::kPlain && Config::kHeadDim > 64) {
       sm90::wgmma_wait<0>();
     } else if (outgrown) {
       sm90::wgmma_wait_in_branch<true>();

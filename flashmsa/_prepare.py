@@ -68,8 +68,14 @@ def block_list(
     return composed_block_list(*arguments)
 
 
-@cache
+# NOTE: torch.compile can trace neither the question nor the cache; while it traces, the answer is a constant.
+@torch.compiler.assume_constant_result
 def _is_compiled(name: str, device: torch.device) -> bool:
+    return _asked_once(name, device)
+
+
+@cache
+def _asked_once(name: str, device: torch.device) -> bool:
     from .dispatch import machine_reason
 
     key = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}.get(device.type)

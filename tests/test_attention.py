@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
+    ALL_FAMILIES,
     CAUSAL,
     DENSE,
     FAMILIES,
@@ -106,10 +107,22 @@ def test_float64_of_the_torch_backend(family: str) -> None:
 
 @pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (6, 3), (8, 1), (5, 5), (21, 7)], ids="{0[0]}q{0[1]}kv".format)
-@pytest.mark.parametrize("family", ["dense", "causal", "document-batched-causal"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "dense",
+        "causal",
+        "document-batched-causal",
+        "window-keep",
+        "dilated",
+        "hash-heads-shared-keys-causal",
+        "hash-kv-heads",
+        "and-blocks-heads-causal",
+    ],
+)
 def test_grouped_heads(target: Target, heads: tuple[int, int], family: str) -> None:
     q, k, v = make_qkv(target, 3, heads, 33, 70, 32)
-    run_and_check(target, q, k, v, mask_for(family, 3, 33, 70))
+    run_and_check(target, q, k, v, mask_for(family, 3, 33, 70, heads=heads))
 
 
 @pytest.mark.parametrize("target", targets())
@@ -150,12 +163,24 @@ def test_nothing_stays_unwritten(target: Target, mask: MaskCase) -> None:
 
 @pytest.mark.parametrize("target", targets(composed=False))
 def test_same_call_same_bits(target: Target) -> None:
-    q, k, v = make_qkv(target, 2, 3, 150, 300, 64)
-    for family in FAMILIES:
-        mask = mask_for(family, 2, 150, 300)
+    q, k, v = make_qkv(target, 2, (4, 2), 150, 300, 64)
+    for family in ALL_FAMILIES:
+        mask = mask_for(family, 2, 150, 300, heads=(4, 2))
         out, lse = run(target, q, k, v, mask)
         again, lse_again = run(target, q, k, v, mask, deterministic=True)
         assert torch.equal(out, again) and torch.equal(lse, lse_again), family
+
+
+@pytest.mark.parametrize("target", NATIVE_ONE_EACH)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_fifty_calls_same_bits(target: Target, family: str) -> None:
+    lengths = (130, 150) if target.device == "cpu" else (700, 1300)
+    q, k, v = make_qkv(target, 2, (4, 2), *lengths, 64)
+    mask = mask_for(family, 2, *lengths, heads=(4, 2)).build(q.device)
+    first, first_lse = flashmsa.attention(q, k, v, mask=mask, backend=target.backend, return_lse=True)
+    for _ in range(50):
+        out, lse = flashmsa.attention(q, k, v, mask=mask, backend=target.backend, return_lse=True)
+        assert torch.equal(out, first) and torch.equal(lse, first_lse)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

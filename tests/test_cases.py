@@ -8,12 +8,14 @@ import math
 import pytest
 import torch
 from helpers import (
+    ALL_FAMILIES,
     CAUSAL,
     DENSE,
     FAMILIES,
     ONE_EACH,
     TOP_LEFT,
     MaskCase,
+    Prefixes,
     Target,
     assert_lse,
     assert_within_rule,
@@ -409,7 +411,9 @@ def test_case_29_device_that_is_not_current() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["dense", "causal", "document-causal"])
+@pytest.mark.parametrize(
+    "family", ["dense", "causal", "document-causal", "window-keep", "dilated", "hash-causal", "blocks"]
+)
 def test_case_29_side_stream_behind_a_slow_producer(family: str) -> None:
     """Work runs on the current stream: it waits for what that stream still computes, and for nothing else."""
     target = Target("sm90", "cuda", torch.bfloat16)
@@ -464,7 +468,54 @@ def test_case_30_graph_replayed_with_other_lengths(dim: int, causal: bool) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["dense", "causal", "document-batched-causal"])
+@pytest.mark.parametrize("backend", ["sm90", "torch"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_case_30_every_mask_is_captured(family: str, backend: str) -> None:
+    """Replayed with other queries, keys and values, NaN where the mask lets nobody look."""
+    target = Target(backend, "cuda", torch.bfloat16)
+    q, k, v = make_qkv(target, 2, (4, 2), 300, 500, 64)
+    case = mask_for(family, 2, 300, 500, heads=(4, 2))
+    mask = case.build("cuda")
+    flashmsa.attention(q, k, v, mask=mask, backend=backend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flashmsa.attention(q, k, v, mask=mask, backend=backend, return_lse=True)
+    allowed = case.allowed(300, 500, device="cuda")
+    allowed = allowed if allowed.dim() == 4 else allowed[:, None]
+    unseen = ~allowed.any(2).any(1).expand(2, -1)[:, None, :, None]
+    for n in range(3):
+        for x, new in zip((q, k, v), make_qkv(target, 2, (4, 2), 300, 500, 64), strict=True):
+            x.copy_(new)
+        for x in (k, v) if n == 1 else ():
+            x.masked_fill_(unseen, math.nan)
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        graph.replay()
+        check(out, lse, q, k, v, case, note=f"replay {n} of {case}")
+
+
+@pytest.mark.gpu
+def test_case_30_graph_replayed_with_other_prefixes() -> None:
+    target = Target("sm90", "cuda", torch.bfloat16)
+    q, k, v = make_qkv(target, 3, (4, 2), 300, 300, 64)
+    prefixes = torch.tensor([0, 10, 300], dtype=torch.int32, device="cuda")
+    mask = flashmsa.PrefixLM(prefixes)
+    flashmsa.attention(q, k, v, mask=mask, backend="sm90")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flashmsa.attention(q, k, v, mask=mask, backend="sm90", return_lse=True)
+    for values in ((0, 10, 300), (127, 128, 129), (0, 0, 0), (1000, 64, 1)):
+        prefixes.copy_(torch.tensor(values, dtype=torch.int32))
+        graph.replay()
+        check(out, lse, q, k, v, Prefixes("prefix", prefixes=values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "family", ["dense", "causal", "document-batched-causal", "and-document-window", "dilated", "hash"]
+)
 def test_case_30_two_captures(family: str) -> None:
     """Two graphs replayed in turn, and both at once on two streams: each keeps its own workspace."""
     target = Target("sm90", "cuda", torch.bfloat16)

@@ -364,7 +364,20 @@ def test_memory_of_the_torch_backend() -> None:
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("mask", [None, Dense(), Causal(), Document([0, 50, 127], causal=True)], ids=repr)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        Dense(),
+        Causal(),
+        Document([0, 50, 127], causal=True),
+        SlidingWindow(5, 2, keep_first=3, align="top-left"),
+        PrefixLM(torch.tensor([3, 90], dtype=torch.int32)) & SlidingWindow(50),
+        Document([0, 50, 127]) & SlidingWindow(9, 0),
+        DilatedWindow(9, 2, dilation=5),
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_case_31_compile_without_break_twice_at_most(mask: Mask | None, return_lse: bool, device: str) -> None:
     torch._dynamo.reset()
@@ -380,6 +393,76 @@ def test_case_31_compile_without_break_twice_at_most(mask: Mask | None, return_l
         q, k, v = (x.to(device, dtype) for x in make(len_q=length, len_kv=length))
         torch.testing.assert_close(compiled(q, k, v), call(q, k, v), rtol=0, atol=0)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("with_options", [False, True], ids=["", "options"])
+@pytest.mark.parametrize("mask", [mask or Dense() for mask in EVERY_KIND], ids=repr)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compile_of_every_kind(mask: Mask, with_options: bool, device: str) -> None:
+    """One operator without a break, equal to eager, for a mask given and options that are graph inputs; out= too."""
+    torch._dynamo.reset()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (x.to(device, dtype) for x in make())
+    moved = mask.to(device)
+    given = {}
+    if with_options:
+        given = {"softcap": 2.0, "sinks": torch.randn(6, device=device), "scale": 0.3}
+        given |= {} if mask is BUCKETS else {"alibi_slopes": torch.rand(2, 6, device=device)}
+    operators: list[str] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        operators.extend(str(node.target) for node in graph.graph.nodes if "flashmsa" in str(node.target))
+        return graph
+
+    def call(q: torch.Tensor, out: torch.Tensor | None, **given) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention(q, k, v, moved, return_lse=True, out=out, **given)
+
+    compiled = torch.compile(call, fullgraph=True, backend=compile_graph)
+    want = call(q, None, **given)
+    for out in (None, torch.empty_like(want[0])):
+        for got, expected in zip(compiled(q, out, **given), want, strict=True):
+            assert torch.equal(got, expected) and got.stride() == expected.stride()
+    assert operators == ["flashmsa.attention.default", "flashmsa.attention.out"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["hash", "blocks", "window", "documents"])
+def test_masks_made_inside_of_what_is_compiled(kind: str, device: str) -> None:
+    """From graph inputs: sorting buckets and listing blocks are operators of the graph."""
+    torch._dynamo.reset()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (x.to(device, dtype) for x in make())
+    buckets = [x.to(device) for x in (BUCKETS.q_bucket, BUCKETS.kv_bucket)]
+    blocks = torch.ones(1, 6, 1, 1, dtype=torch.bool, device=device)
+    cuts = [torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 9, 37), (0, 20, 40))]
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        if kind == "hash":
+            mask = HashBucket(*buckets, causal=True)
+        elif kind == "blocks":
+            mask = BlockSparse(blocks, capacity=6) & Causal()
+        elif kind == "documents":
+            mask = Document(*cuts, causal=True) & SlidingWindow(9)
+        else:
+            mask = SlidingWindow(9, 3, keep_first=2) & PrefixLM(4)
+        return attention(q, k, v, mask)
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q), call(q))
+
+
+@pytest.mark.parametrize("mask", [mask or Dense() for mask in EVERY_KIND], ids=repr)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_of_every_kind(mask: Mask, device: str) -> None:
+    """q, k and v are cast; sinks and slopes stay what they are. Named and chosen backends do the same."""
+    q, k, v = (x.to(device) for x in make())
+    mask = mask.to(device)
+    given = {"softcap": 2.0, "sinks": torch.randn(6, device=device)}
+    given |= {} if isinstance(mask, HashBucket) else {"alibi_slopes": torch.rand(6, device=device)}
+    want = attention(*(x.bfloat16() for x in (q, k, v)), mask, **given)
+    for backend in (None, "cpu" if device == "cpu" else "sm90"):
+        with torch.autocast(device, torch.bfloat16):
+            out = attention(q, k, v, mask, backend=backend, **given)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, want)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ALL_FAMILIES, Dilated, MaskCase, Sequences, mask_for
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashmsa
-from flashmsa import _C, Causal, Dense, Document, HashBucket, Mask, explain
+from flashmsa import _C, Causal, Dense, Document, HashBucket, Mask, SlidingWindow, explain
+from flashmsa.masks import PerSequence
 
 needs_kernels = pytest.mark.skipif(not _C.kernels(), reason="this build has no sm_90a kernels")
 
@@ -95,6 +97,61 @@ def test_counts_of_any_documents(lengths: list[tuple[int, int]], causal: bool, t
     assert got.pairs == int(allowed.sum())
 
 
+def in_order_of_buckets(mask: HashBucket, allowed: torch.Tensor) -> torch.Tensor:
+    """(B, H, len_q, len_kv) with the rows and keys of each head sorted by bucket, in a stable order."""
+    kv_bucket = mask.q_bucket if mask.kv_bucket is None else mask.kv_bucket
+    for dim, bucket in ((2, mask.q_bucket), (3, kv_bucket)):
+        order = bucket.argsort(stable=True).repeat_interleave(allowed.shape[1] // bucket.shape[1], 1)
+        order = order.expand(*allowed.shape[:2], -1)
+        order = (order[..., None] if dim == 2 else order[:, :, None]).expand_as(allowed)
+        allowed = allowed.gather(dim, order)
+    return allowed
+
+
+@pytest.mark.parametrize(("len_q", "len_kv"), [(150, 300), (300, 300), (300, 150)])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_counts_of_every_mask(family: str, len_q: int, len_kv: int) -> None:
+    """Pairs are exact. Of the tiles none is called full that is not, and none is skipped that a row may see; a dilated
+    window's tiles are those of its residues, hash buckets' those of sorted rows and keys."""
+    q, k, v = make(2, (4, 2), len_q, len_kv, 16)
+    case = mask_for(family, 2, len_q, len_kv, heads=(4, 2))
+    mask = case.build()
+    got = explain(q, k, v, mask)
+    allowed = case.allowed(len_q, len_kv)
+    allowed = allowed if allowed.dim() == 4 else allowed[:, None]
+    allowed = allowed.repeat_interleave(4 // allowed.shape[1], 1).expand(2, 4, -1, -1)
+    assert got.pairs == int(allowed.sum()) and got.flops == got.pairs * 2 * (16 + 16)
+    if isinstance(mask, HashBucket):
+        allowed = in_order_of_buckets(mask, allowed)
+        assert any("order of the buckets" in note for note in got.notes)
+    layers = list(allowed.flatten(0, 1))
+    if isinstance(case, Dilated):
+        assert any(f"modulo {case.dilation}" in note for note in got.notes)
+        p = case.positions(len_q, len_kv) % case.dilation
+        keys = torch.arange(len_kv) % case.dilation
+        residues = p[: case.dilation].tolist()
+        layers = [x[p == r][:, keys == r] for x in layers for r in residues]
+    whole, some, none = (sum(x) for x in zip(*(brute_force(x, got.tile) for x in layers), strict=True))
+    assert got.full <= whole and got.full + got.partial >= whole + some
+    assert got.full + got.partial + got.skipped == whole + some + none
+    if family in ("window", "window-top-left", "prefix", "prefix-window", "prefix-by-batch", "dilated"):
+        assert got.full == whole, "an interval's full tiles are all known"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("used", [None, (20, 0, 30)])
+def test_counts_of_packed_sequences(device: str, used: tuple[int, ...] | None) -> None:
+    q, k, v = (x.to(device) for x in make(1, (4, 2), 100, 130, 16))
+    case = Sequences(
+        "varlen", inner=MaskCase("window", left=9, right=0), q_cuts=(0, 40, 40, 90), kv_cuts=(0, 40, 60, 130), used=used
+    )
+    cuts = [
+        None if x is None else torch.tensor(x, dtype=torch.int32, device=device) for x in (case.q_cuts, case.kv_cuts)
+    ]
+    mask = PerSequence(SlidingWindow(9, 0), *cuts, None if used is None else cuts[0].new_tensor(used))
+    assert explain(q, k, v, mask).pairs == 4 * int(case.allowed(100, 130).sum())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The backend it names is the one that runs
 
@@ -121,6 +178,21 @@ def test_the_named_backend_runs(dtype: torch.dtype, options: dict, device: str) 
     others = {"sm90", "cpu", "torch"} - {got.backend}
     assert set(got.rejected) == (others | {"sdpa"} if got.backend == "sm90" else others)
     assert all(got.rejected.values())
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap", "alibi"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_named_backend_runs_every_mask(family: str, name: str, device: str) -> None:
+    q, k, v = (x.to(device, torch.bfloat16) for x in make())
+    mask = mask_for(family, 2, 100, 130, heads=(4, 2)).build(device)
+    options = {"softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": torch.ones(4, device=device)}}.get(name, {})
+    got = explain(q, k, v, mask, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        native = runs_natively(lambda: flashmsa.attention(q, k, v, mask, **options))
+    assert got.runs and native == (got.backend != "torch") == (name != "alibi" or "hash" not in family)
+    assert "mask" in got.call and all(option in got.call for option in options)
 
 
 def test_reasons() -> None:
@@ -212,6 +284,26 @@ def test_the_torch_tile_is_the_block_it_takes(monkeypatch: pytest.MonkeyPatch) -
     flashmsa.attention(q, k, v, backend="torch")
     got = explain(q, k, v, backend="torch")
     assert got.tile == (max(blocks), 130) and got.full is None and got.pairs == 2 * 4 * 700 * 130
+
+
+KERNELS = {0: "dense", 1: "causal", 2: "document", 3: "composite", 4: "composite", 5: "composite", 6: "block_sparse"}
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_the_kernel_of_every_mask(family: str, softcap: float, alibi: bool) -> None:
+    """Softcap and ALiBi are in the kernels of composite masks and lists alone; the others are run by these."""
+    q, k, v = make(dtype=torch.bfloat16)
+    mask = mask_for(family, 2, 100, 130, heads=(4, 2)).build()
+    got = explain(q, k, v, mask, backend="sm90", softcap=softcap, alibi_slopes=torch.ones(4) if alibi else None)
+    kernel = next(x for x in _C.kernels() if x["name"] == got.kernel)
+    kind = 0 if mask is None else mask._lower()[0]
+    wanted = KERNELS[kind] if not (softcap or alibi) or kind == 6 else "composite"
+    assert (kernel["mask"], kernel["softcap"], kernel["alibi"]) == (wanted, softcap > 0.0, alibi)
+    assert any("kernels of intersections" in note for note in got.notes) == (kind < 3 and wanted == "composite")
+    assert got.full + got.partial > 0 or got.pairs == 0
 
 
 @needs_kernels

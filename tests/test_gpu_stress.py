@@ -14,9 +14,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import (
+    ALL_FAMILIES,
     CAUSAL,
     DENSE,
-    FAMILIES,
     MaskCase,
     Target,
     check,
@@ -73,16 +73,18 @@ RAGGED = [
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_kernel_over_ragged_sizes(dtype: torch.dtype, dim: int, family: str) -> None:
     for len_q, len_kv in RAGGED:
         q, k, v = make_qkv(sm90(dtype), 2, (4, 2), len_q, len_kv, dim)
-        mask = mask_for(family, 2, len_q, len_kv)
+        mask = mask_for(family, 2, len_q, len_kv, heads=(4, 2))
         run_and_check(sm90(dtype), q, k, v, mask, note=f"{len_q}x{len_kv} d{dim} {mask}")
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", ["causal", "document-cross-causal"])
+@pytest.mark.parametrize(
+    "family", ["causal", "document-cross-causal", "window-keep", "dilated", "hash-causal", "blocks"]
+)
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_every_pair_of_head_dims(dtype: torch.dtype, dim: int, family: str) -> None:
     """D against a third of all Dv: over all D every bucket meets every bucket."""
@@ -102,9 +104,11 @@ def test_random_shapes(seed: int) -> None:
             rng.choice([rng.randint(1, 200), rng.randint(200, 1500), 64 * rng.randint(1, 16)]) for _ in "qk"
         )
         dim, dim_v = (8 * rng.randint(1, 32) for _ in "qv")
-        mask = mask_for(rng.choice(FAMILIES), batch, len_q, len_kv, seed=n, documents=rng.choice([1, 3, 20, 200]))
+        heads = (heads_kv * group, heads_kv)
+        documents = rng.choice([1, 3, 20, 200])
+        mask = mask_for(rng.choice(ALL_FAMILIES), batch, len_q, len_kv, seed=n, documents=documents, heads=heads)
         scale = rng.choice([None, None, 1.0, 0.0, -0.1])
-        q, k, v = make_qkv(target, batch, (heads_kv * group, heads_kv), len_q, len_kv, dim, dim_v)
+        q, k, v = make_qkv(target, batch, heads, len_q, len_kv, dim, dim_v)
         if rng.random() < 0.5:
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         shapes = f"q {tuple(q.shape)} k {tuple(k.shape)} v {tuple(v.shape)} {target.dtype} scale {scale}"
@@ -113,7 +117,7 @@ def test_random_shapes(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", BUCKETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_surrounded_by_nan(dtype: torch.dtype, dim: int, family: str) -> None:
     """Views into larger tensors whose every other element is NaN: rows, columns, heads and batches beside ours."""
     for size, (len_q, len_kv) in itertools.product((dim, dim - 24), ((100, 300), (300, 100), (65, 257))):
@@ -124,7 +128,7 @@ def test_surrounded_by_nan(dtype: torch.dtype, dim: int, family: str) -> None:
             base = torch.full((b + 1, h + 1, s + 150, d + 40), math.nan, dtype=dtype, device="cuda")
             view = base[:b, :h, 10 : 10 + s, 16 : 16 + d]
             views.append(view.copy_(x))
-        mask = mask_for(family, 2, len_q, len_kv)
+        mask = mask_for(family, 2, len_q, len_kv, heads=(4, 2))
         out, lse = run(sm90(dtype), *views, mask)
         check(out, lse, *plain, mask, note=f"{len_q}x{len_kv} d{size} {mask}")
 
@@ -145,7 +149,23 @@ def test_surrounded_by_nan(dtype: torch.dtype, dim: int, family: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["dense", "causal", "document", "document-causal"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "dense",
+        "causal",
+        "document",
+        "document-causal",
+        "window",
+        "window-keep",
+        "prefix",
+        "and-document-window",
+        "dilated",
+        "hash-causal",
+        "blocks",
+        "and-blocks-causal",
+    ],
+)
 def test_long(dtype: torch.dtype, shape: tuple, family: str) -> None:
     batch, heads, length, dim = shape
     mask = mask_for(family, batch, length, length, documents=16)
@@ -273,7 +293,19 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("dim", BUCKETS)
-@pytest.mark.parametrize("family", ["dense", "causal", "document", "document-batched-causal"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "dense",
+        "causal",
+        "document",
+        "document-batched-causal",
+        "and-document-window",
+        "dilated",
+        "hash-causal",
+        "blocks",
+    ],
+)
 def test_case_34_a_thousand_launches_are_one(dtype: torch.dtype, dim: int, family: str) -> None:
     """Bitwise equal while other work runs beside: a race of one launch in a thousand shows."""
     q, k, v = make_qkv(sm90(dtype), 3, (8, 2), 700, 710, dim)
@@ -297,10 +329,18 @@ def test_case_34_a_thousand_launches_are_one(dtype: torch.dtype, dim: int, famil
 
 
 @pytest.mark.parametrize("dim", BUCKETS)
-def test_two_streams_at_once(dim: int) -> None:
+@pytest.mark.parametrize(
+    "families",
+    [
+        ("document-causal", "document", "causal", "document-batched"),
+        ("hash-causal", "and-document-window", "dilated", "blocks-64x192"),
+    ],
+    ids="-".join,
+)
+def test_two_streams_at_once(families: tuple[str, ...], dim: int) -> None:
     """Two calls in flight share nothing: other masks, other lengths, each on its own stream."""
     jobs = []
-    for length, family in ((300, "document-causal"), (777, "document"), (512, "causal"), (130, "document-batched")):
+    for length, family in zip((300, 777, 512, 130), families, strict=True):
         mask = mask_for(family, 2, length, length, documents=7)
         q, k, v = make_qkv(sm90(), 2, (6, 2), length, length, dim)
         expected = run(sm90(), q, k, v, mask)
@@ -319,11 +359,11 @@ def test_two_streams_at_once(dim: int) -> None:
         assert torch.equal(out, job[4]) and torch.equal(lse, job[5]), f"launch {n}"
 
 
-@pytest.mark.parametrize("family", ["dense", "causal", "document", "document-batched-causal"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_the_host_never_waits(family: str) -> None:
     """No synchronisation, no reading back: torch's own watch stays quiet, and calls return while the GPU sleeps."""
-    q, k, v = make_qkv(sm90(), 2, 4, 300, 300, 64)
-    mask = mask_for(family, 2, 300, 300).build("cuda")
+    q, k, v = make_qkv(sm90(), 2, (4, 2), 300, 300, 64)
+    mask = mask_for(family, 2, 300, 300, heads=(4, 2)).build("cuda")
 
     def call() -> None:
         flashmsa.attention(q, k, v, mask=mask, backend="sm90", return_lse=True)
@@ -344,9 +384,9 @@ def test_the_host_never_waits(family: str) -> None:
 @pytest.mark.parametrize("dim", BUCKETS)
 def test_workspace_holds_nothing_over(dim: int) -> None:
     """Whatever memory the workspace lands in: fresh allocations are filled with NaN, or with what other calls left."""
-    for family, length in itertools.product(FAMILIES, (60, 700)):
-        mask = mask_for(family, 2, length, length)
-        q, k, v = make_qkv(sm90(), 2, 4, length, length, dim)
+    for family, length in itertools.product(ALL_FAMILIES, (60, 700)):
+        mask = mask_for(family, 2, length, length, heads=(4, 2))
+        q, k, v = make_qkv(sm90(), 2, (4, 2), length, length, dim)
         plain, plain_lse = run(sm90(), q, k, v, mask)
         with poisoned_allocations():
             out, lse = flashmsa.attention(q, k, v, mask=mask.build("cuda"), backend="sm90", return_lse=True)
@@ -382,7 +422,10 @@ def workspace_limit(batch: int, heads: int, length: int, documents: int) -> int:
 
 @pytest.mark.parametrize("dim", BUCKETS)
 @pytest.mark.parametrize("length", [1000, 8192])
-@pytest.mark.parametrize("family", ["dense", "causal", "document", "document-batched-causal"])
+@pytest.mark.parametrize(
+    "family",
+    ["dense", "causal", "document", "document-batched-causal", "window", "and-document-window", "dilated", "blocks"],
+)
 def test_peak_memory(dim: int, length: int, family: str) -> None:
     """Nothing beyond out, lse and the workspace, for contiguous, transposed and packed inputs alike."""
     batch, heads, documents = 2, 8, 64
@@ -404,6 +447,19 @@ def test_peak_memory(dim: int, length: int, family: str) -> None:
         found = peak_of(lambda t=tensors: flashmsa.attention(*t, mask=mask, backend="sm90", return_lse=True))
         found -= out.nbytes + lse_bytes
         assert found <= limit, f"{name}: {found} bytes beyond out and lse, at most {limit}"
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_peak_memory_of_hash_buckets(dim: int, causal: bool) -> None:
+    """One sorted copy of q, k, v, out and lse beside the workspace."""
+    batch, heads, length = 2, 8, 8192
+    q, k, v = make_qkv(sm90(), batch, heads, length, length, dim)
+    buckets = torch.randint(0, 64, (batch, heads, length), dtype=torch.int32, device="cuda")
+    mask = flashmsa.HashBucket(buckets, causal=causal)
+    lse_bytes = 4 * batch * heads * length
+    found = peak_of(lambda: flashmsa.attention(q, k, v, mask=mask, backend="sm90", return_lse=True))
+    assert found <= 5 * q.nbytes + 2 * lse_bytes + workspace_limit(batch, heads, length, 0) + 2**20
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

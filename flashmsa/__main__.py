@@ -1,6 +1,7 @@
-"""python -m flashmsa info | demo | bench | check
+"""python -m flashmsa info | masks | demo | bench | check
 
 info   device, driver, torch, build, and the compiled kernels with their tiles, registers and shared memory
+masks  every kind of mask: its picture, what it allows, what it costs (--write FILE renews a document that holds them)
 demo   search over the running Python's documentation: hundreds of texts packed into one sequence
 bench  times the kernels beside others' (from a source checkout; arguments go to benchmarks/run.py)
 check  a quick self-test of this machine's backends against the float64 reference
@@ -18,6 +19,24 @@ def info(argv: list[str]) -> int:
 
     _expect_none("info", argv)
     print(text())
+    return 0
+
+
+def masks(argv: list[str]) -> int:
+    from . import gallery
+
+    if not argv:
+        print(gallery.text())
+        return 0
+    if len(argv) != 2 or argv[0] != "--write":
+        print(f"masks: takes no arguments or --write FILE, got {' '.join(argv)}", file=sys.stderr)
+        return 2
+    try:
+        changed = gallery.write(Path(argv[1]))
+    except (OSError, ValueError) as error:
+        print(f"masks: {error}", file=sys.stderr)
+        return 1
+    print(f"{argv[1]}: {'written' if changed else 'is current'}")
     return 0
 
 
@@ -54,7 +73,7 @@ def _expect_none(command: str, argv: list[str]) -> None:
         raise SystemExit(2)
 
 
-COMMANDS = {"info": info, "demo": demo, "bench": bench, "check": check}
+COMMANDS = {"info": info, "masks": masks, "demo": demo, "bench": bench, "check": check}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashmsa
-from flashmsa import _C, selftest
+from flashmsa import _C, gallery, selftest
 from flashmsa import __main__ as cli
 
 PACKAGE = Path(flashmsa.__file__).parent
@@ -67,10 +67,28 @@ def test_check_finds_a_wrong_backend(
     assert ("lse" if fault in ("lse", "empty") else "maximum error") in output
 
 
+def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["masks"]) == 0
+    shown = capsys.readouterr().out
+    assert "HashBucket(" in shown and shown.count("█") > 1000
+    document = tmp_path / "document.md"
+    document.write_text(f"before\n{gallery.BEGIN}\nold\n{gallery.END}\nafter\n", encoding="utf-8")
+    for said in ("written", "is current"):
+        assert cli.main(["masks", "--write", str(document)]) == 0
+        assert said in capsys.readouterr().out
+    text = document.read_text(encoding="utf-8")
+    assert shown.strip() in text and text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    document.write_text("without marks", encoding="utf-8")
+    assert cli.main(["masks", "--write", str(document)]) == 1 and "does not hold" in capsys.readouterr().err
+    assert cli.main(["masks", "--write", str(tmp_path / "missing.md")]) == 1
+    assert cli.main(["masks", "--read"]) == 2
+    assert document.read_text(encoding="utf-8") == "without marks"
+
+
 def test_help_and_unknown_commands(capsys: pytest.CaptureFixture) -> None:
     for argv in ([], ["--help"]):
         assert cli.main(argv) == 0
-        assert "info | demo | bench | check" in capsys.readouterr().out
+        assert "info | masks | demo | bench | check" in capsys.readouterr().out
     assert cli.main(["tune"]) == 2
     assert "'tune' is no command; one of info, demo, bench, check" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:

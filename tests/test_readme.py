@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flashmsa
+from flashmsa import dispatch, gallery, masks
 from flashmsa.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,6 +112,39 @@ def test_there_are_examples() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The table of masks
+
+
+def test_the_table_of_masks_is_current() -> None:
+    assert gallery.renewed(TEXT) == TEXT, "run `python -m flashmsa masks --write README.md`"
+
+
+def test_every_mask_has_a_picture() -> None:
+    shown = list(gallery.entries())
+    kinds = {part._lower()[0] for entry in shown for part in (entry.mask, *getattr(entry.mask, "masks", ()))}
+    assert kinds == set(dispatch.MASK_KINDS)
+    classes = {type(entry.mask).__name__ for entry in shown}
+    assert classes >= set(flashmsa.__all__) & {
+        name for name in dir(masks) if isinstance(getattr(masks, name), type)
+    } - {"Mask"}
+    for entry in shown:
+        picture = entry.mask.draw(entry.size, entry.size, 12)
+        assert len(entry.title) <= 24 and [len(line) for line in picture.splitlines()] == [24] * 12
+        if entry.size == 12:
+            assert picture == "\n".join(
+                "".join("██" if seen else "··" for seen in row)
+                for row in entry.mask.to_dense(12, 12).view(12, 12).tolist()
+            )
+
+
+def test_kernels_of_the_table_exist() -> None:
+    named = set(re.findall(r"`(fwd_\w+)`", gallery.text()))
+    assert named == {f"fwd_{name}" for name in ("dense", "causal", "document", "composite", "block_sparse")}
+    traits = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc/mask").glob("*.h"))
+    assert named == {f"fwd_{name}" for name in re.findall(r'kName = "(\w+)"', traits)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Names
 
 
@@ -121,7 +155,7 @@ def test_public_names_exist(name: str) -> None:
 
 def test_gaps_are_gaps() -> None:
     names = re.findall(r"`([A-Za-z_]\w*)`", section("Not there yet"))
-    assert {"BlockSparse", "paged_attention", "compat", "config"} <= set(names)
+    assert {"Custom", "paged_attention", "compat", "config"} <= set(names)
     assert [name for name in names if hasattr(flashmsa, name)] == []
 
 

@@ -246,6 +246,19 @@ def test_case_21_lower_triangular_blocks_and_causal(target: Target, length: int,
     same_bits(target, run_and_check(target, q, k, v, both(triangle, CAUSAL)), run(target, q, k, v, CAUSAL))
 
 
+@FEW
+@pytest.mark.parametrize("dims", [(8, 8), (72, 40), (128, 128), (192, 128), (200, 256)], ids=str)
+def test_head_dims(target: Target, dims: tuple[int, int]) -> None:
+    """Case 21 in every width of head, and one mask of each of the other kinds."""
+    q, k, v = make_qkv(target, 1, (4, 2), 257, 257, *dims)
+    for block in (64, 128):
+        count = -(-257 // block)
+        triangle = Blocks("blocks", blocks=torch.ones(count, count).tril().bool()[None, None], size=(block, block))
+        same_bits(target, run_and_check(target, q, k, v, both(triangle, CAUSAL)), run(target, q, k, v, CAUSAL))
+    for family in ("window-keep", "and-document-window", "dilated", "hash-causal", "hash-kv-heads", "blocks-bits"):
+        run_and_check(target, q, k, v, mask_for(family, 1, 257, 257, heads=(4, 2)))
+
+
 @pytest.mark.parametrize("dim", [8, 64, 96, 256])
 @pytest.mark.parametrize("block", [64, 128])
 def test_case_21_backward(block: int, dim: int) -> None:

@@ -12,8 +12,9 @@ namespace flashmsa::binding {
 using Result = std::tuple<at::Tensor, at::Tensor>;
 
 Result attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t mask, at::IntArrayRef mask_ints,
-                 at::TensorList mask_tensors, std::optional<double> scale, double softcap, const std::optional<at::Tensor>& sinks,
-                 const std::optional<at::Tensor>& alibi_slopes, bool return_lse);
+                 at::TensorList mask_tensors, std::optional<double> scale, double softcap,
+                 const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& alibi_slopes,
+                 bool return_lse);
 
 // The same, written to `out`; returns lse.
 at::Tensor attention_out(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t mask,

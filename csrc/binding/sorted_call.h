@@ -79,8 +79,8 @@ class SortedCall {
 
   hash::RowsJob gather(const TensorRef& from, int32_t from_heads, const at::Tensor& to,
                        hash::Plane<const int32_t> order) const {
-    hash::RowsJob job = this->job(to.itemsize() * to.size(3), static_cast<int32_t>(to.size(1)),
-                                  static_cast<int32_t>(to.size(2)));
+    hash::RowsJob job =
+        this->job(to.itemsize() * to.size(3), static_cast<int32_t>(to.size(1)), static_cast<int32_t>(to.size(2)));
     job.from = hash::rows_of(from, to.itemsize());
     job.to = hash::rows_of(tensor_ref(to), to.itemsize());
     job.order = order;

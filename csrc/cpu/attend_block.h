@@ -297,7 +297,7 @@ FLASHMSA_CPU_TARGET inline uint64_t find_visible(const BlockPlan& plan, TileStep
 template <class T, class Acc>
 FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Scratch<Acc>& scratch) {
   const BlockPlan& plan = *task.plan;
-  const int64_t tile_key = int64_t{step.tile} * kBlockKv;
+  const int64_t tile_key = step.first_key;
   const uint64_t any = find_visible(plan, step, tile_key, scratch);
   if (any == 0) return;
   // Of the tile, from the first key that the block may see to the last.

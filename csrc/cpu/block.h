@@ -18,7 +18,7 @@ constexpr int32_t kLine = 64;     // bytes: a cache line, the widest vector
 
 // One key tile that a block of rows visits.
 struct TileStep {
-  int32_t tile;
+  int64_t first_key;
   // Of a list's mixed cell: the words of the block's first row, for its next kWordStep words further on; null: no bits.
   const int32_t* bits;
 };

@@ -206,13 +206,13 @@ struct Consumer {
   __device__ __forceinline__ void modify_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
     if constexpr (Score::kSoftcap) attn::apply_softcap(x.s, params.cap);
     if constexpr (Score::kAlibi) {
-      attn::apply_alibi(x.s, rows.slope, rows.position, block.key_tile * Config::kBlockKv, thread());
+      attn::apply_alibi(x.s, rows.slope, rows.position, block.first_key, thread());
     }
   }
 
   // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
   __device__ __forceinline__ void mask_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
-    const int32_t first_key = block.key_tile * Config::kBlockKv;
+    const int32_t first_key = block.first_key;
     const int32_t end_key = first_key + Config::kBlockKv;
     const mask::Interval keys[2] = {mask::main_run(rows.keys[0]), mask::main_run(rows.keys[1])};
     const auto cuts = [&](int slot) { return keys[slot].begin > first_key || keys[slot].end < end_key; };
@@ -239,7 +239,7 @@ struct Consumer {
   // What a mixed cell of a list hides.
   __device__ __forceinline__ void mask_cell(Scores& x, const KeyBlock& block) {
     static_assert(Config::kBlockQ == mask::kCell && mask::kCell % Config::kBlockKv == 0);
-    const int32_t first_column = block.key_tile % (mask::kCell / Config::kBlockKv) * Config::kBlockKv;
+    const int32_t first_column = block.first_key % mask::kCell;
     if (params.mask.list.bits != nullptr) {
       const int32_t row = warp_row() + lane() / 4;
       const int32_t* const words[2] = {Mask::row_bits(params.mask, block.detail, row) + first_column / 32,
@@ -311,14 +311,15 @@ struct Consumer {
     issue_scores(x);
 
     // In the shadow of the first S: what the rows may see, and how many blocks need a test.
-    // PERF: a copy, which the compiler makes better loops of (d128: 2 %). Where there are two runs it does not fit.
+    // PERF: a copy, which the compiler makes better loops of (d128: 2 %), where the registers suffice.
     using Tiles = typename Mask::Tiles;
-    std::conditional_t<std::is_same_v<Tiles, mask::KeyTiles>, const Tiles, const Tiles&> tiles = work().entry.tiles;
+    constexpr bool kCopied = std::is_same_v<Tiles, mask::KeyTiles> && (!Mask::kPlanned || Config::kHeadDim > 64);
+    std::conditional_t<kCopied, const Tiles, const Tiles&> tiles = work().entry.tiles;
     const Rows rows = make_rows();
     int32_t step = uniform(mine.front);
     const int32_t end = uniform(mine.front + mine.steps);
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
-    const auto block_of = [&](int32_t step) { return KeyBlock{tiles.visit(step), 0}; };
+    const auto block_of = [&](int32_t step) { return KeyBlock{Mask::origin(params.mask, work().entry.block) + tiles.visit(step) * Config::kBlockKv, 0}; };
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);

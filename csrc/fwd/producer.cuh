@@ -65,13 +65,15 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
     const int32_t first_row = work.entry.row_block * Config::kBlockQ;
     const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
     if constexpr (Mask::kSpansPlanned) {
-      work.entry.block = Mask::block_without_documents(params.mask, work.batch, work.head);
+      work.entry.block = Mask::block_without_documents(params.mask, work.batch, work.head, first_row);
       work.entry.tiles = Mask::tiles_without_documents(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv);
     } else if constexpr (!Mask::kPlanned) {
       work.entry.block = Mask::block(params.mask, work.batch, work.head, first_row, last_row);
       work.entry.tiles = Mask::tiles(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv);
     }
   }
+  // NOTE: the entry is read again below rather than kept in registers, of which there are too few.
+  asm volatile("" ::: "memory");
 #pragma unroll 1
   for (int32_t w = 0; w < Config::kConsumerWarpgroups; ++w) {
     work.set_span(w, span_of<Mask, Config>(params, work, work.entry.row_block * Config::kBlockQ + w * sm90::kWarpgroupRows));
@@ -139,22 +141,22 @@ struct Producer {
                                                        tile.queries(), shared.full_q[stage]);
   }
 
-  // The key tile of a step, and its detail in a list.
+  // The key block of a step.
   __device__ __forceinline__ KeyBlock key_block(const TileWork<Mask, Config>& tile, int32_t step) const {
     const int32_t index = tile.entry.tiles.visit(step);
     if constexpr (Mask::kListed) {
-      return {Mask::key_tile(params.mask, tile.entry.block, index, Config::kBlockKv),
+      return {Mask::key_tile(params.mask, tile.entry.block, index, Config::kBlockKv) * Config::kBlockKv,
               params.mask.list.detail[Mask::entry(tile.entry.block, index, Config::kBlockKv)]};
     } else {
-      return {index, 0};
+      return {Mask::origin(params.mask, tile.entry.block) + index * Config::kBlockKv, 0};
     }
   }
 
-  // Key block `key_tile` into the ring's n-th use: K and V alike.
-  __device__ __forceinline__ void load(const TileWork<Mask, Config>& tile, int32_t key_tile, void* buffer,
+  // The keys from first_key on into a buffer: K and V alike.
+  __device__ __forceinline__ void load(const TileWork<Mask, Config>& tile, int32_t first_key, void* buffer,
                                        sm90::Barrier& full, const sm90::TensorMap& tensor) {
     full.arrive_expect(S::KTile::kBytes);
-    sm90::load_tile<typename S::KTile, kMapRank<Mask>>(buffer, tensor, key_tile * Config::kBlockKv, tile.keys(), full);
+    sm90::load_tile<typename S::KTile, kMapRank<Mask>>(buffer, tensor, first_key, tile.keys(), full);
   }
 
   // Tile after tile: K(0), K(1), V(0), K(2), V(1), …, the order in which the consumers free the buffers. On the way Q of the
@@ -177,21 +179,21 @@ struct Producer {
       for (int32_t step = 0; step <= steps; ++step) {
         const uint32_t n = key_blocks + step;
         const uint32_t stage = S::KvRing::stage(n), before = S::KvRing::stage(n - 1);
-        int32_t key_tile = 0;
+        int32_t first_key = 0;
         if (step < steps) {
           // PERF: a list is read before the wait for a free buffer, which hides the read.
           const KeyBlock block = key_block(tile, step);
-          key_tile = block.key_tile;
+          first_key = block.first_key;
           shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
           // SYNC: the consumers read it after full_k, of which this thread's arrival is a part.
           if constexpr (kKeyBlocks) shared.key_block[stage] = block;
-          load(tile, key_tile, shared.k[stage], shared.full_k[stage], params.k);
+          load(tile, first_key, shared.k[stage], shared.full_k[stage], params.k);
         }
         if (step > 0) {
           shared.empty_v[before].wait(S::KvRing::empty_parity(n - 1));
           load(tile, previous, shared.v[before], shared.full_v[before], params.v);
         }
-        previous = key_tile;
+        previous = first_key;
         if (step == q_step) load_q(round + 1);
       }
       key_blocks += steps;

@@ -76,9 +76,9 @@ struct alignas(16) TileWork {
   __device__ sm90::Sequence keys() const { return {kv_head, batch, residue}; }
 };
 
-// A key block as its place does not tell it: where the block's keys begin, and what of a listed cell may be seen.
+// Where a key block's keys begin, and what of a listed cell may be seen.
 struct KeyBlock {
-  int32_t key_tile;
+  int32_t first_key;
   int32_t detail;
 };
 

@@ -70,6 +70,7 @@ struct BlockSparse {
     return Composite::position(params.interval, block.interval, i);
   }
 
+  static FLASHMSA_HD int32_t origin(const Params&, const Block&) { return 0; }
   static FLASHMSA_HD Tiles tiles(const Params& params, const Block& block, int32_t first_row, int32_t last_row,
                                  int32_t tile_size) {
     const TwoRuns first = row(params, block, first_row), last = row(params, block, last_row);

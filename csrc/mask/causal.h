@@ -30,6 +30,7 @@ struct Causal {
     return {0, clamp(i + params.shift + 1, 0, params.len_kv)};
   }
 
+  static FLASHMSA_HD int32_t origin(const Params&, const Block&) { return 0; }
   static FLASHMSA_HD Tiles tiles(const Params& params, const Block& block, int32_t first_row, int32_t last_row,
                                  int32_t tile_size) {
     return row_tiles<Causal>(params, block, first_row, last_row, tile_size);

@@ -59,6 +59,7 @@ struct Composite {
     const int32_t* prefixes[2];  // instead of global.prefix: one per batch
     BandArgs local;
     bool has_global, has_local;  // some bound is set
+    bool two_runs;               // rows may have first keys apart from their window
     bool positions_local, positions_top_left;
     int32_t position_offset;
     Document::Params documents;  // without: q_offsets null
@@ -80,6 +81,7 @@ struct Composite {
     int32_t batch;
     int32_t head;
     int32_t prefix[2];  // of Params::global, this batch's
+    int32_t origin;     // where the first row's keys begin, or 0 where runs may lie before
     int32_t doc_begin, doc_end;  // the documents that the rows lie in
     bool one_document;
     Place place;  // of the first
@@ -102,6 +104,7 @@ struct Composite {
     }
     params.global = make_bounds(global, 0, 0, p.len_q, 0, p.len_kv);
     params.has_local = bounded(params.local);
+    params.two_runs = global.keep_first > 0 || params.local.keep_first > 0;
     params.positions_local = m.positions_local;
     params.positions_top_left = m.positions_top_left || (m.kind == MaskKind::kCausal && m.top_left);
     params.position_offset = m.position_offset;
@@ -130,7 +133,7 @@ struct Composite {
 
   static FLASHMSA_HD Block block(const Params& params, int32_t batch, int32_t head, int32_t first_row,
                                  int32_t last_row) {
-    Block block = block_without_documents(params, batch, head);
+    Block block = block_without_documents(params, batch, head, first_row);
     if (!has_documents(params)) return block;
     const Document::Params& documents = params.documents;
     block.doc_begin = Document::find(documents, batch, 0, documents.num_documents, first_row);
@@ -138,6 +141,7 @@ struct Composite {
     block.doc_end = min_of(last + 1, documents.num_documents);
     block.one_document = block.doc_begin == last;
     block.place = place(params, batch, block.doc_begin);
+    if (!params.two_runs) block.origin = row(params, block, first_row).main.begin;
     return block;
   }
 
@@ -150,13 +154,17 @@ struct Composite {
     return params.has_global ? cut(row, params.global, block.prefix, i) : row;
   }
 
+  // PERF: see Document::origin.
+  static FLASHMSA_HD int32_t origin(const Params&, const Block& block) { return block.origin; }
+
   static FLASHMSA_HD Tiles tiles(const Params& params, const Block& block, int32_t first_row, int32_t last_row,
                                  int32_t tile_size) {
-    return row_tiles<Composite>(params, block, first_row, last_row, tile_size);
+    return between(params, block, row(params, block, first_row), row(params, block, last_row), tile_size);
   }
 
   // The same where it is known that there are no documents: for the producer, whose registers are few.
-  static FLASHMSA_HD Block block_without_documents(const Params& params, int32_t batch, int32_t head) {
+  static FLASHMSA_HD Block block_without_documents(const Params& params, int32_t batch, int32_t head,
+                                                   int32_t first_row) {
     Block block = {};
     block.batch = batch;
     block.head = head;
@@ -164,6 +172,9 @@ struct Composite {
     FLASHMSA_UNROLL
     for (int a = 0; a < 2; ++a) {
       block.prefix[a] = params.prefixes[a] != nullptr ? params.prefixes[a][batch] : params.global.prefix[a];
+    }
+    if (!has_documents(params) && !params.two_runs) {
+      block.origin = row_without_documents(params, block, first_row).main.begin;
     }
     return block;
   }
@@ -174,8 +185,8 @@ struct Composite {
   }
   static FLASHMSA_HD Tiles tiles_without_documents(const Params& params, const Block& block, int32_t first_row,
                                                    int32_t last_row, int32_t tile_size) {
-    return key_tiles(row_without_documents(params, block, first_row), row_without_documents(params, block, last_row),
-                     tile_size);
+    return between(params, block, row_without_documents(params, block, first_row),
+                   row_without_documents(params, block, last_row), tile_size);
   }
 
   // Where query i stands among the keys, for ALiBi.
@@ -194,6 +205,13 @@ struct Composite {
   }
 
  private:
+  // The tiles of a block's rows from `first` to `last`.
+  static FLASHMSA_HD Tiles between(const Params& params, const Block& block, const TwoRuns& first, const TwoRuns& last,
+                                   int32_t tile_size) {
+    if (params.two_runs) return key_tiles(first, last, tile_size);
+    return {key_tiles(from_origin(first.main, block.origin), from_origin(last.main, block.origin), tile_size), 0, 0};
+  }
+
   // i + offset inside `keys`. The sum may not fit.
   static FLASHMSA_HD int32_t at(int32_t i, int32_t offset, Interval keys) {
     const uint32_t sum = static_cast<uint32_t>(i) + static_cast<uint32_t>(offset);

@@ -9,7 +9,8 @@
 //   static Params make_params(const AttentionParams&)
 //   static Block  block(params, batch, head, first_row, last_row)
 //   static Row    row(params, block, i)             for first_row <= i <= last_row
-//   static Tiles  tiles(params, block, first_row, last_row, tile_size)
+//   static int32_t origin(params, block)            the key at which the block's tile 0 begins
+//   static Tiles  tiles(params, block, first_row, last_row, tile_size)   of some of the block's rows
 //   static constexpr bool kPlanned                  rows may differ by device data, and tiles are then planned on the device
 //                                                   (sched/); with staged_size() and stage(), see document.h
 //   static constexpr bool kSpansPlanned             the plan also says what each 64 rows of a block meet
@@ -136,12 +137,19 @@ FLASHMSA_HD TwoRunTiles key_tiles(const TwoRuns& first, const TwoRuns& last, int
   return tiles;
 }
 
-// The tiles that rows in order meet. The last key tile of a length that the tile does not divide is never full: no
+// NOTE: not below 0, where unchecked device data could lead.
+FLASHMSA_HD Interval from_origin(Interval row, int32_t origin) {
+  return {max_of(row.begin - origin, 0), max_of(row.end - origin, 0)};
+}
+
+// The tiles that rows in order meet, counted from the block's origin. The last key tile of a length that the tile does not divide is never full: no
 // interval reaches past len_kv.
 template <class Mask>
 FLASHMSA_HD typename Mask::Tiles row_tiles(const typename Mask::Params& params, const typename Mask::Block& block,
                                            int32_t first_row, int32_t last_row, int32_t tile_size) {
-  return key_tiles(Mask::row(params, block, first_row), Mask::row(params, block, last_row), tile_size);
+  const int32_t origin = Mask::origin(params, block);
+  return key_tiles(from_origin(Mask::row(params, block, first_row), origin),
+                   from_origin(Mask::row(params, block, last_row), origin), tile_size);
 }
 
 }  // namespace flashmsa::mask

@@ -50,12 +50,12 @@ bool steps_back(const mask::TwoRuns& above, const mask::TwoRuns& row) {
   return steps_back(above.main, row.main) || steps_back(above.first, row.first);
 }
 
-// How many pairs of the rows [first, last] and the keys of a tile are allowed.
+// How many pairs of the rows [first, last] and the keys of a tile, counted from `origin`, are allowed.
 int64_t allowed_pairs(const MaskCase& mask, int32_t batch, int32_t head, int32_t first, int32_t last, int32_t tile,
-                      int32_t size) {
+                      int32_t size, int32_t origin = 0) {
   int64_t count = 0;
   for (int32_t i = first; i <= last; ++i) {
-    for (int32_t j = tile * size; j < std::min((tile + 1) * size, mask.len_kv); ++j) {
+    for (int32_t j = origin + tile * size; j < std::min(origin + (tile + 1) * size, mask.len_kv); ++j) {
       count += mask.allowed(batch, head, i, j);
     }
   }
@@ -91,15 +91,17 @@ void check_visits(const MaskCase& mask, const Tiles& tiles, int32_t tile_count) 
 }
 
 // The class of every tile: skip means no pair, full means all pairs of the block's rows and all keys of the tile.
-// `two_runs`: some row has a first run.
+// `two_runs`: some row has a first run. Before the tiles' origin there is no pair.
 template <class Tiles>
 void check_classes(const MaskCase& mask, int32_t batch, int32_t head, int32_t first, int32_t last, const Tiles& tiles,
-                   int32_t size, bool two_runs) {
-  const int32_t tile_count = ceil_div(mask.len_kv, size);
+                   int32_t size, int32_t origin, bool two_runs) {
+  const int32_t tile_count = ceil_div(mask.len_kv - origin, size);
+  CHECK(origin >= 0 && origin <= mask.len_kv && allowed_pairs(mask, batch, head, first, last, 0, origin) == 0,
+        "origin %d of rows %d-%d, %s", origin, first, last, mask.text().c_str());
   CHECK(tiles.classify(-1) == mask::TileClass::kSkip, "%s", mask.text().c_str());
   CHECK(tiles.classify(tile_count) == mask::TileClass::kSkip, "%s", mask.text().c_str());
   for (int32_t tile = 0; tile < tile_count; ++tile) {
-    const int64_t pairs = allowed_pairs(mask, batch, head, first, last, tile, size);
+    const int64_t pairs = allowed_pairs(mask, batch, head, first, last, tile, size, origin);
     const int64_t all = int64_t{last - first + 1} * size;
     const mask::TileClass tile_class = tiles.classify(tile);
     if (tile_class == mask::TileClass::kSkip) {
@@ -134,7 +136,8 @@ void check_spans(const MaskCase& mask, const typename Mask::Params& params, int3
           "%d %d %d of %d, %s", span.front, span.steps, span.back, entry.tiles.count(), mask.text().c_str());
     for (int32_t step = 0; step < entry.tiles.count(); ++step) {
       if (step >= span.front && step < span.front + span.steps) continue;
-      const int64_t pairs = allowed_pairs(mask, batch, head, row, last, entry.tiles.visit(step), shape.block_kv);
+      const int64_t pairs = allowed_pairs(mask, batch, head, row, last, entry.tiles.visit(step), shape.block_kv,
+                                          Mask::origin(params, entry.block));
       CHECK(pairs == 0, "rows %d-%d skip step %d, %s", row, last, step, mask.text().c_str());
     }
   }
@@ -166,8 +169,9 @@ void check_blocks(const MaskCase& mask, TileShape shape) {
         }
       }
       const typename Mask::Tiles tiles = Mask::tiles(mask_params, block, first, last, shape.block_kv);
-      check_visits(mask, tiles, ceil_div(mask.len_kv, shape.block_kv));
-      check_classes(mask, batch, head, first, last, tiles, shape.block_kv, two_runs);
+      const int32_t origin = Mask::origin(mask_params, block);
+      check_visits(mask, tiles, ceil_div(mask.len_kv - origin, shape.block_kv));
+      check_classes(mask, batch, head, first, last, tiles, shape.block_kv, origin, two_runs);
       check_spans<Mask>(mask, mask_params, batch, head, first, shape);
     }
   }

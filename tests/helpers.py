@@ -430,12 +430,13 @@ ONE_OF_EACH = ("dense", "causal", "document-cross-causal", "window-keep", "dilat
 
 
 def by_family(found: list, families: tuple[str, ...] = FAMILIES) -> list:
-    """pytest parameters (target, family): every family on a GPU and in float32; one of each kind in the other dtypes of
-    the CPU, whose arithmetic is apart from the masks."""
+    """pytest parameters (target, family): every family on a GPU and in float32 on the CPU backend; one of each kind in
+    its other dtypes, whose arithmetic is apart from the masks, and on the composed backend, which reads them all from
+    one lowered form."""
     pairs = []
     for param in found:
         (target,) = param.values
-        every = target.device == "cuda" or target.dtype == torch.float32
+        every = target.device == "cuda" or (target.backend == "cpu" and target.dtype == torch.float32)
         for family in families if every else ONE_OF_EACH:
             pairs.append(pytest.param(target, family, id=f"{param.id}-{family}", marks=param.marks))
     return pairs

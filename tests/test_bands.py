@@ -25,6 +25,7 @@ from flashmsa import Causal, Dense, Document, Intersection, PrefixLM, SlidingWin
 from flashmsa.masks import PerSequence
 
 ALL = pytest.mark.parametrize("target", targets(auto=True))
+FEW = pytest.mark.parametrize("target", targets(auto=True, dtypes=(torch.float32, torch.bfloat16)))
 
 
 def window(left: int, right: int, keep: int = 0, align: str = "bottom-right") -> MaskCase:
@@ -53,7 +54,7 @@ def test_case_14_a_window_of_one_key(target: Target) -> None:
     assert torch.equal(out, v.repeat_interleave(2, 1))
 
 
-@ALL
+@FEW
 @pytest.mark.parametrize("lengths", [(129, 300), (300, 129), (129, 129), (40, 1000), (1000, 40), (7, 700)], ids=str)
 @pytest.mark.parametrize("bounds", [(32, 64), (0, 5), (5, 0), (127, 128), (2000, 2000)], ids=str)
 def test_case_15_absolute_positions(target: Target, lengths: tuple[int, int], bounds: tuple[int, int]) -> None:
@@ -71,7 +72,7 @@ def test_case_16_unbounded_sides(target: Target) -> None:
         assert torch.equal(out, same)
 
 
-@ALL
+@FEW
 @pytest.mark.parametrize("keys", [0, 1, 63, 64, 65, 127, 128, 129, 300, 400])
 def test_case_17_prefixes(target: Target, keys: int) -> None:
     for len_q, len_kv in ((300, 300), (120, 300), (300, 120)):
@@ -82,7 +83,7 @@ def test_case_17_prefixes(target: Target, keys: int) -> None:
             assert torch.equal(lse, same[1]) and torch.equal(out, same[0])
 
 
-@ALL
+@FEW
 @pytest.mark.parametrize("dim", [40, 64, 128, 192, 256])
 def test_masked_nan_is_not_touched(target: Target, dim: int) -> None:
     q, k, v = make_qkv(target, 1, (2, 1), 300, 300, dim)
@@ -96,7 +97,7 @@ def test_masked_nan_is_not_touched(target: Target, dim: int) -> None:
     assert torch.equal((~out.isfinite()).any(-1)[0, 1], sees_k | sees_v)
 
 
-@ALL
+@FEW
 @pytest.mark.parametrize("lengths", [(300, 300), (129, 400), (400, 129)], ids=str)
 @pytest.mark.parametrize("keep", [1, 4, 64, 127, 128, 129, 1000])
 @pytest.mark.parametrize("bounds", [(32, 0), (0, 0), (40, 70), (20, 2000)], ids=str)
@@ -129,7 +130,7 @@ def test_prefixes_are_read_by_every_call(target: Target) -> None:
     assert torch.equal(flashmsa.attention(q, k, v, mask=held, backend=target.backend), expected)
 
 
-@ALL
+@FEW
 @pytest.mark.parametrize("lengths", [(300, 300), (129, 400), (400, 129)], ids=str)
 @pytest.mark.parametrize(
     "mask",

@@ -90,7 +90,7 @@ def test_help_and_unknown_commands(capsys: pytest.CaptureFixture) -> None:
         assert cli.main(argv) == 0
         assert "info | masks | demo | bench | check" in capsys.readouterr().out
     assert cli.main(["tune"]) == 2
-    assert "'tune' is no command; one of info, demo, bench, check" in capsys.readouterr().err
+    assert "'tune' is no command; one of info, masks, demo, bench, check" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         cli.main(["info", "--all"])
     assert stopped.value.code == 2 and "info: takes no arguments, got --all" in capsys.readouterr().err

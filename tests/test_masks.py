@@ -522,7 +522,7 @@ def test_lowering_of_composites() -> None:
     both = (mask & SlidingWindow(3, 1, keep_first=2) & PrefixLM(prefix) & SlidingWindow(7, align="top-left"))._lower()
     bounds = band(left_br=3, right_br=1, left_tl=7, right_tl=7, prefix_br=0, keep=2, outer_tl=7)
     assert both == (3, (*bounds, *band(right_br=0), 1 + 4, 0), (mask.offsets, mask.kv_offsets, prefix))
-    used = int32([1])
+    used, prefix = int32([1]), int32([2])
     packed = PerSequence(PrefixLM(prefix, "top-left") & Causal("top-left"), mask.offsets, mask.kv_offsets, used)
     local = band(prefix_tl=0, right_tl=0)
     assert packed._lower() == (

@@ -25,6 +25,7 @@ struct PlanCase {
     const int64_t stride = batches > 1 ? num_documents + 1 : 0;
     return {{q, same_offsets ? q : kv, num_documents, stride, len_kv, causal},
             batches,
+            1,  // heads
             row_blocks(),
             block_q,
             block_kv,
@@ -97,8 +98,8 @@ void expect_plan(const PlanCase& c, const std::vector<PlanEntry<Document>>& plan
     if (batch < 0 || batch >= c.batches || row_block < 0 || row_block >= p.row_blocks) continue;
     EXPECT(++seen[std::make_pair(batch, row_block)] == 1, "batch %d, block %d comes twice", batch, row_block);
     const int32_t first = row_block * c.block_q, last = std::min(first + c.block_q, c.len_q) - 1;
-    const Document::Block block = Document::block(p.mask, batch, first, last);
-    const mask::KeyTiles tiles = mask::block_tiles<Document>(p.mask, block, first, last, c.block_kv);
+    const Document::Block block = Document::block(p.mask, batch, 0, first, last);
+    const mask::KeyTiles tiles = Document::tiles(p.mask, block, first, last, c.block_kv);
     EXPECT(entry.block.doc_begin == block.doc_begin && entry.block.doc_end == block.doc_end,
            "batch %d, block %d: documents [%d, %d), not [%d, %d)", batch, row_block, entry.block.doc_begin,
            entry.block.doc_end, block.doc_begin, block.doc_end);

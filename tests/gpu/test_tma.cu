@@ -86,7 +86,7 @@ __global__ void load_kernel(const __grid_constant__ TensorMap map, const Place* 
   if (threadIdx.x == 0) {
     const Place place = places[blockIdx.x];
     shared.full.arrive_expect(Tile::kBytes);
-    sm90::load_tile<Tile>(shared.tile, map, place.row, place.head, place.batch, shared.full);
+    sm90::load_tile<Tile>(shared.tile, map, place.row, {place.head, place.batch}, shared.full);
   }
   shared.full.wait(0);
   block_copy(tiles + size_t{blockIdx.x} * Tile::kBytes, shared.tile, Tile::kBytes);
@@ -228,9 +228,11 @@ void expect_refusal(const TensorRef& tensor, TensorExtent extent, std::initializ
 
 GPU_TEST(map_refused_says_every_field) {
   DeviceArray<uint16_t> data(1 << 16);
-  expect_refusal({data.data() + 1, 64 * 96, 32 * 96, 96}, {3, 2, 32, 72},
-                 {"keys", "bf16", "72 x 32 x 2 x 3", "192, 6144, 12288", "64 x 64", "address"});
-  expect_refusal({data.data(), 64 * 100, 32 * 100, 100}, {3, 2, 32, 72}, {"keys", "200, 6400, 12800"});
+  expect_refusal(
+      {data.data() + 1, 64 * 96, 32 * 96, 96}, {3, 2, 32, 72},
+      {"keys", "bf16", "(head_dim, length, heads, batch)", " 72/2/64 32/192/64 2/6144/1 3/12288/1", "address"});
+  expect_refusal({data.data(), 64 * 100, 32 * 100, 100}, {3, 2, 32, 72},
+                 {"keys", " 72/2/64 32/200/64 2/6400/1 3/12800/1"});
 }
 
 // A tensor without rows has a map too: nothing is ever loaded through it.
@@ -263,7 +265,7 @@ __global__ void store_kernel(const __grid_constant__ TensorMap map, const Place*
     __syncwarp();
     if (lane == 0) {
       sm90::store_rows<Tile>(map, shared.tile + warp_row * sm90::kSwizzleRowBytes, place.column, place.row + warp_row,
-                             place.head, place.batch);
+                             {place.head, place.batch});
       sm90::wait_stores_read();
     }
     __syncwarp();

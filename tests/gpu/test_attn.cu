@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(128)
     for (int r = 0; r < kCount / 2; ++r) out.p[i * (kCount / 2) + r] = p[r / 4][r % 4];
   }
   float inverse[2], lse[2];
-  softmax.finish(inverse, lse);
+  softmax.finish(inverse, lse, attn::kNegativeInfinity);
   for (int slot = 0; slot < 2; ++slot) {
     out.inverse[2 * (blockIdx.x * 128 + threadIdx.x) + slot] = inverse[slot];
     out.lse[2 * (blockIdx.x * 128 + threadIdx.x) + slot] = lse[slot];
@@ -372,11 +372,17 @@ __global__ void __launch_bounds__(32)
     slow_kernel(TensorRef q, TensorRef k, TensorRef v, TensorRef out, int32_t head_dim, int32_t head_dim_v,
                 const Interval* keys, float scale_log2, float* lse) {
   const int32_t row = blockIdx.x;
-  const float result =
-      attn::slow_row<Element>(attn::row_of<Element>(q, 1, 1, row), attn::row_of<Element>(k, 1, 1, 0), k.stride_seq,
-                              attn::row_of<Element>(v, 1, 1, 0), v.stride_seq, attn::row_of<Element>(out, 1, 1, row),
-                              head_dim, head_dim_v, keys[row], scale_log2);
-  lse[row * 32 + threadIdx.x] = result;
+  constexpr sm90::Sequence kHead = {1, 1};
+  attn::SlowRow<Element, attn::PlainScore> slow = {attn::row_of<Element>(q, kHead, row),
+                                                   attn::row_of<Element>(k, kHead, 0),
+                                                   attn::row_of<Element>(v, kHead, 0),
+                                                   k.stride_seq,
+                                                   v.stride_seq,
+                                                   head_dim,
+                                                   head_dim_v,
+                                                   scale_log2};
+  slow.attend(keys[row]);
+  lse[row * 32 + threadIdx.x] = slow.store(attn::row_of<Element>(out, kHead, row), attn::kNegativeInfinity);
 }
 
 // Head 1 of batch 1, rows apart by more than their columns; all that is not of this head is NaN.
@@ -518,20 +524,21 @@ GPU_TEST(slow_row_fp16) { check_slow_rows<__half>(random); }
 
 // ---- row_of -----------------------------------------------------------------------------------------------------------------
 
-__global__ void row_of_kernel(TensorRef tensor, int32_t batch, int32_t head, int32_t row, int64_t* offset) {
-  *offset = attn::row_of<__half>(tensor, batch, head, row) - static_cast<__half*>(tensor.data);
+__global__ void row_of_kernel(TensorRef tensor, sm90::Sequence sequence, int32_t row, int64_t* offset) {
+  *offset = attn::row_of<__half>(tensor, sequence, row) - static_cast<__half*>(tensor.data);
 }
 
 // Offsets of more than 2^31 elements, though every factor fits 32 bits.
 GPU_TEST(row_of_far_rows) {
   DeviceArray<int64_t> offset(1);
   for (int i = 0; i < 20; ++i) {
-    const int64_t batch = random.between(0, 1000), head = random.between(0, 1000), row = random.between(0, 1 << 24);
+    const sm90::Sequence sequence = {random.between(0, 1000), random.between(0, 1000), random.between(0, 1000)};
+    const int32_t row = random.between(0, 1 << 24);
     const TensorRef tensor = {offset.data(), random.between(0, 1 << 30), random.between(0, 1 << 30),
-                              random.between(0, 1 << 16)};
-    launch(row_of_kernel, 1, 1, 0, tensor, static_cast<int32_t>(batch), static_cast<int32_t>(head),
-           static_cast<int32_t>(row), offset.data());
-    const int64_t wanted = batch * tensor.stride_batch + head * tensor.stride_head + row * tensor.stride_seq;
+                              random.between(0, 1 << 16), random.between(0, 1 << 30)};
+    launch(row_of_kernel, 1, 1, 0, tensor, sequence, row, offset.data());
+    const int64_t wanted = sequence.batch * tensor.stride_batch + sequence.head * tensor.stride_head +
+                           sequence.residue * tensor.stride_residue + row * tensor.stride_seq;
     EXPECT(offset.read()[0] == wanted, "%lld, not %lld", static_cast<long long>(offset.read()[0]),
            static_cast<long long>(wanted));
   }

@@ -97,8 +97,18 @@ __device__ void dawdle(uint32_t n, uint32_t who) {
   if (x >> 30 == 0) __nanosleep(x % 2000);
 }
 
+// kIdly: with the wait that asks seldom.
+template <bool kIdly>
+__device__ void wait_for(Barrier& barrier, uint32_t parity) {
+  if constexpr (kIdly) {
+    barrier.wait_idly(parity);
+  } else {
+    barrier.wait(parity);
+  }
+}
+
 // Warp 0: one producer thread. The others: consumers; each lane writes down what it found in use n.
-template <int kStages>
+template <int kStages, bool kIdly>
 __global__ void ring_kernel(uint32_t uses, uint32_t* seen) {
   using R = Ring<kStages>;
   auto& shared = shared_as<RingPlan<kStages>>();
@@ -115,13 +125,13 @@ __global__ void ring_kernel(uint32_t uses, uint32_t* seen) {
   if (threadIdx.x == 0) {
     for (uint32_t n = 0; n < uses; ++n) {
       dawdle(n, 0);
-      shared.empty[R::stage(n)].wait(R::empty_parity(n));
+      wait_for<kIdly>(shared.empty[R::stage(n)], R::empty_parity(n));
       for (uint32_t i = 0; i < 32; ++i) shared.data[R::stage(n)][i] = ring_word(n, i);
       shared.full[R::stage(n)].arrive();
     }
   } else if (warp > 0) {
     for (uint32_t n = 0; n < uses; ++n) {
-      shared.full[R::stage(n)].wait(R::full_parity(n));
+      wait_for<kIdly>(shared.full[R::stage(n)], R::full_parity(n));
       dawdle(n, warp);
       seen[(n * kConsumerWarps + warp - 1) * 32 + lane] = shared.data[R::stage(n)][lane];
       __syncwarp();
@@ -130,11 +140,11 @@ __global__ void ring_kernel(uint32_t uses, uint32_t* seen) {
   }
 }
 
-template <int kStages>
+template <int kStages, bool kIdly = false>
 void check_ring() {
   constexpr uint32_t kUses = 203;
   DeviceArray<uint32_t> seen(kUses * kConsumerWarps * 32);
-  launch(ring_kernel<kStages>, 1, 32 * (1 + kConsumerWarps), sizeof(RingPlan<kStages>), kUses, seen.data());
+  launch(ring_kernel<kStages, kIdly>, 1, 32 * (1 + kConsumerWarps), sizeof(RingPlan<kStages>), kUses, seen.data());
   const std::vector<uint32_t> words = seen.read();
   for (uint32_t i = 0; i < words.size(); ++i) {
     const uint32_t n = i / 32 / kConsumerWarps;
@@ -146,6 +156,46 @@ void check_ring() {
 GPU_TEST(ring_1_stage) { check_ring<1>(); }
 GPU_TEST(ring_2_stages) { check_ring<2>(); }
 GPU_TEST(ring_4_stages) { check_ring<4>(); }
+GPU_TEST(ring_waits_idly) {
+  check_ring<1, true>();
+  check_ring<4, true>();
+}
+
+// Thread 0 waits for phase after phase, each completed early or late by thread 32; before[n]: had it, when the wait began.
+// after[n]: has it, once the wait is over.
+__global__ void idle_kernel(int32_t phases, int32_t* before, int32_t* after) {
+  __shared__ Barrier barrier, next;
+  if (threadIdx.x == 0) {
+    barrier.init(1);
+    next.init(1);
+    sm90::fence_barrier_init();
+  }
+  __syncthreads();
+  for (int32_t n = 0; n < phases; ++n) {
+    if (threadIdx.x == 0) {
+      if (n % 2 == 0) __nanosleep(5000);
+      before[n] = ptx::mbarrier_test_wait_parity(&barrier.word, n % 2);
+      barrier.wait_idly(n % 2);
+      after[n] = ptx::mbarrier_test_wait_parity(&barrier.word, n % 2);
+      next.arrive();
+    } else if (threadIdx.x == 32) {
+      if (n % 2 == 1) __nanosleep(5000);
+      barrier.arrive();
+      next.wait(n % 2);
+    }
+  }
+}
+
+// NOTE: when a sleep ends is the hardware's choice, so that single phases may go the other way.
+GPU_TEST(barrier_waits_idly) {
+  constexpr int32_t kPhases = 200;
+  DeviceArray<int32_t> before(kPhases), after(kPhases);
+  launch(idle_kernel, 1, 64, 0, kPhases, before.data(), after.data());
+  const std::vector<int32_t> early = before.read(), done = after.read();
+  for (int32_t n = 0; n < kPhases; ++n) EXPECT(done[n] == 1, "phase %d: wait_idly() returned early", n);
+  const auto completed = std::count(early.begin(), early.end(), 1);
+  EXPECT(0 < completed && completed < kPhases, "%d of %d phases had completed before", int(completed), kPhases);
+}
 
 // ---- bar_sync ---------------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,15 @@ namespace flashmsa::test {
 namespace {
 
 using sm90::Barrier;
+using sm90::kPlainRank;
+using sm90::kStridedRank;
 using sm90::SwizzledTile;
 using sm90::TensorExtent;
 using sm90::TensorMap;
 
 struct Place {
   int32_t row, head, batch;
+  int32_t residue = 0;
   int32_t column = 0;  // of stores
 };
 
@@ -27,14 +30,19 @@ struct Layout {
   TensorExtent extent;
   int64_t stride_batch, stride_head, stride_seq;
   int64_t first = 1024;
+  int64_t stride_residue = 0;
 
-  int64_t index(int32_t batch, int32_t head, int32_t row, int32_t column) const {
-    return first + batch * stride_batch + head * stride_head + row * stride_seq + column;
+  int64_t index(const Place& place, int32_t row, int32_t column) const {
+    return first + place.batch * stride_batch + place.head * stride_head + place.residue * stride_residue +
+           row * stride_seq + column;
   }
   int64_t storage() const {
-    return index(extent.batch - 1, extent.heads - 1, extent.length - 1, extent.head_dim - 1) + 1025;
+    const Place last = {extent.length - 1, extent.heads - 1, extent.batch - 1, extent.residues - 1};
+    return index(last, last.row, extent.head_dim - 1) + 1025;
   }
-  TensorRef ref(uint16_t* storage) const { return {storage + first, stride_batch, stride_head, stride_seq}; }
+  TensorRef ref(uint16_t* storage) const {
+    return {storage + first, stride_batch, stride_head, stride_seq, stride_residue};
+  }
   bool has(int32_t row, int32_t column) const { return row < extent.length && column < extent.head_dim; }
 };
 
@@ -61,6 +69,30 @@ Layout expanded_batches(TensorExtent e) {
 }
 Layout expanded_both(TensorExtent e) { return {"expanded heads and batches", e, 0, 0, e.head_dim}; }
 
+// A layout's rows as sequences of every `dilation`-th row. Where that does not divide the length the first sequences have a
+// row more than the others: one layout for each of the two. Strides that count nothing are -1, which no map holds.
+std::vector<Layout> dilated(const Layout& whole, int32_t dilation) {
+  const int32_t length = whole.extent.length, longer = length % dilation;
+  std::vector<Layout> parts;
+  const auto add = [&](int32_t begin, int32_t end, int32_t rows) {
+    if (begin == end || rows == 0) return;
+    Layout part = whole;
+    part.name = "dilated";
+    part.extent.length = rows;
+    part.extent.residues = end - begin;
+    part.first += begin * whole.stride_seq;
+    part.stride_residue = end - begin > 1 ? whole.stride_seq : -1;
+    part.stride_seq = rows > 1 ? whole.stride_seq * dilation : -1;
+    parts.push_back(part);
+  };
+  add(0, longer, length / dilation + 1);
+  add(longer, dilation, length / dilation);
+  return parts;
+}
+
+// Some divide the length, one is longer than short lengths.
+std::vector<int32_t> dilations(int32_t length) { return {1, 2, 3, 7, 64, std::min(length + 5, 70)}; }
+
 // ---- Loads ------------------------------------------------------------------------------------------------------------
 
 template <class Tile>
@@ -70,7 +102,7 @@ struct LoadPlan {
 };
 
 // Block i brings places[i] and copies the tile out as it lies.
-template <class Tile>
+template <class Tile, int kRank>
 __global__ void load_kernel(const __grid_constant__ TensorMap map, const Place* places, char* tiles) {
   auto& shared = shared_as<LoadPlan<Tile>>();
   // What TMA does not write must show.
@@ -86,32 +118,33 @@ __global__ void load_kernel(const __grid_constant__ TensorMap map, const Place* 
   if (threadIdx.x == 0) {
     const Place place = places[blockIdx.x];
     shared.full.arrive_expect(Tile::kBytes);
-    sm90::load_tile<Tile>(shared.tile, map, place.row, place.head, place.batch, shared.full);
+    sm90::load_tile<Tile, kRank>(shared.tile, map, place.row, {place.head, place.batch, place.residue}, shared.full);
   }
   shared.full.wait(0);
   block_copy(tiles + size_t{blockIdx.x} * Tile::kBytes, shared.tile, Tile::kBytes);
 }
 
-// Rows at the start, in the middle, over the end, and past it; heads and batches at random and the last ones.
+// Rows at the start, in the middle, over the end, and past it; heads, batches and residues at random and the last ones.
 template <class Tile>
 std::vector<Place> load_places(Random& random, const TensorExtent& e) {
   std::vector<Place> places;
   for (const int32_t row : {0, 1, 13, Tile::kRows, e.length - Tile::kRows, e.length - 1, e.length, e.length + 12345}) {
     if (row < 0) continue;
-    places.push_back({row, random.between(0, e.heads - 1), random.between(0, e.batch - 1)});
+    places.push_back(
+        {row, random.between(0, e.heads - 1), random.between(0, e.batch - 1), random.between(0, e.residues - 1)});
   }
-  places.push_back({0, e.heads - 1, e.batch - 1});
+  places.push_back({0, e.heads - 1, e.batch - 1, e.residues - 1});
   return places;
 }
 
 // `value` gives the element of a place that the tensor has.
-template <class Tile, class Value>
+template <class Tile, int kRank, class Value>
 void check_load(const Layout& layout, const TensorMap& map, const std::vector<Place>& places, const Value& value) {
   const TensorExtent& e = layout.extent;
   DeviceArray<Place> device_places(places);
   DeviceArray<char> tiles(places.size() * Tile::kBytes);
-  launch(load_kernel<Tile>, static_cast<int>(places.size()), 128, sizeof(LoadPlan<Tile>), map, device_places.data(),
-         tiles.data());
+  launch(load_kernel<Tile, kRank>, static_cast<int>(places.size()), 128, sizeof(LoadPlan<Tile>), map,
+         device_places.data(), tiles.data());
   const std::vector<char> bytes = tiles.read();
   for (size_t i = 0; i < places.size(); ++i) {
     const Place& place = places[i];
@@ -120,23 +153,25 @@ void check_load(const Layout& layout, const TensorMap& map, const std::vector<Pl
         uint16_t found;
         std::memcpy(&found, &bytes[i * Tile::kBytes + Tile::offset(r, c)], 2);
         const bool inside = layout.has(place.row + r, c);
-        const uint16_t wanted = inside ? value(place.batch, place.head, place.row + r, c) : 0;
-        EXPECT(found == wanted, "%s %d x %d x %d x %d: row %d + %d, head %d, batch %d, column %d: %04x, not %04x",
-               layout.name, e.batch, e.heads, e.length, e.head_dim, place.row, r, place.head, place.batch, c, found,
-               wanted);
+        const uint16_t wanted = inside ? value(place, place.row + r, c) : 0;
+        EXPECT(found == wanted,
+               "%s %d x %d x %d x %d x %d: row %d + %d, residue %d, head %d, batch %d, column %d: %04x, not %04x",
+               layout.name, e.batch, e.heads, e.residues, e.length, e.head_dim, place.row, r, place.residue, place.head,
+               place.batch, c, found, wanted);
       }
     }
   }
 }
 
-template <class Tile>
+template <class Tile, int kRank = kPlainRank>
 void check_load(Random& random, const Layout& layout) {
   const std::vector<uint16_t> storage = random_patterns(random, layout.storage());
   DeviceArray<uint16_t> device(storage);
   const DType dtype = random.coin() ? DType::kBF16 : DType::kF16;
-  const TensorMap map = sm90::make_tile_map<Tile>(layout.ref(device.data()), layout.extent, dtype, "x");
-  check_load<Tile>(layout, map, load_places<Tile>(random, layout.extent),
-                   [&](int32_t b, int32_t h, int32_t r, int32_t c) { return storage[layout.index(b, h, r, c)]; });
+  const TensorMap map = sm90::make_tile_map<Tile>(layout.ref(device.data()), layout.extent, dtype, "x", kRank);
+  check_load<Tile, kRank>(
+      layout, map, load_places<Tile>(random, layout.extent),
+      [&](const Place& place, int32_t row, int32_t column) { return storage[layout.index(place, row, column)]; });
 }
 
 GPU_TEST(load_tile_shapes) {
@@ -200,26 +235,55 @@ GPU_TEST(load_far_strides) {
   const int64_t piece = int64_t{layout.extent.length} * 64;
   const std::vector<uint16_t> values = random_patterns(random, 4 * piece);
   uint16_t* device = nullptr;
-  FLASHMSA_CHECK_CUDA(cudaMalloc(&device, (layout.index(1, 1, 0, 0) + piece) * 2));
+  FLASHMSA_CHECK_CUDA(cudaMalloc(&device, (layout.index({0, 1, 1}, 0, 0) + piece) * 2));
   const std::unique_ptr<uint16_t, cudaError_t (*)(void*)> owner(device, cudaFree);
   for (int32_t b = 0; b < 2; ++b) {
     for (int32_t h = 0; h < 2; ++h) {
-      FLASHMSA_CHECK_CUDA(cudaMemcpy(device + layout.index(b, h, 0, 0), &values[(2 * b + h) * piece], piece * 2,
+      FLASHMSA_CHECK_CUDA(cudaMemcpy(device + layout.index({0, h, b}, 0, 0), &values[(2 * b + h) * piece], piece * 2,
                                      cudaMemcpyHostToDevice));
     }
   }
   const TensorMap map = sm90::make_tile_map<Tile>(layout.ref(device), layout.extent, DType::kBF16, "x");
-  check_load<Tile>(
-      layout, map, {{0, 0, 0}, {50, 0, 1}, {50, 1, 0}, {99, 1, 1}},
-      [&](int32_t b, int32_t h, int32_t r, int32_t c) { return values[(2 * b + h) * piece + r * 64 + c]; });
+  check_load<Tile, kPlainRank>(layout, map, {{0, 0, 0}, {50, 0, 1}, {50, 1, 0}, {99, 1, 1}},
+                               [&](const Place& place, int32_t row, int32_t column) {
+                                 return values[(2 * place.batch + place.head) * piece + row * 64 + column];
+                               });
+}
+
+// A strided map of one sequence is what a plain one is.
+GPU_TEST(load_strided_one_sequence) {
+  check_load<SwizzledTile<128, 128>, kStridedRank>(random, contiguous({2, 3, 300, 128}));
+  check_load<SwizzledTile<192, 64>, kStridedRank>(random, transposed({2, 5, 300, 40}));
+  check_load<SwizzledTile<32, 256>, kStridedRank>(random, expanded_heads({3, 5, 100, 200}));
+  check_load<SwizzledTile<64, 64>, kStridedRank>(random, {"one row", {2, 2, 1, 64}, 128, 64, 1});
+}
+
+// Every dilation-th row, also where the dilation does not divide the length, and where it is longer: rows past a sequence's
+// end read as zero, although others begin there.
+template <class Tile>
+void check_dilated_load(Random& random, const Layout& whole) {
+  for (const int32_t dilation : dilations(whole.extent.length)) {
+    for (const Layout& part : dilated(whole, dilation)) check_load<Tile, kStridedRank>(random, part);
+  }
+}
+
+GPU_TEST(load_dilated) {
+  for (const int32_t length : {1, 64, 130, 400}) {
+    check_dilated_load<SwizzledTile<64, 64>>(random, contiguous({2, 3, length, 64}));
+    check_dilated_load<SwizzledTile<64, 128>>(random, transposed({2, 3, length, 72}));
+    check_dilated_load<SwizzledTile<128, 128>>(random, packed({2, 3, length, 128}));
+    check_dilated_load<SwizzledTile<32, 256>>(random, expanded_heads({2, 3, length, 256}));
+    check_dilated_load<SwizzledTile<64, 64>>(random, expanded_both({2, 3, length, 40}));
+  }
 }
 
 // ---- Maps that the driver refuses -------------------------------------------------------------------------------------
 
-void expect_refusal(const TensorRef& tensor, TensorExtent extent, std::initializer_list<const char*> parts) {
+void expect_refusal(const TensorRef& tensor, TensorExtent extent, std::initializer_list<const char*> parts,
+                    int rank = kPlainRank) {
   std::string text = "no error";
   try {
-    sm90::make_tile_map<SwizzledTile<64, 64>>(tensor, extent, DType::kBF16, "keys");
+    sm90::make_tile_map<SwizzledTile<64, 64>>(tensor, extent, DType::kBF16, "keys", rank);
   } catch (const std::runtime_error& error) {
     text = error.what();
   }
@@ -228,9 +292,14 @@ void expect_refusal(const TensorRef& tensor, TensorExtent extent, std::initializ
 
 GPU_TEST(map_refused_says_every_field) {
   DeviceArray<uint16_t> data(1 << 16);
-  expect_refusal({data.data() + 1, 64 * 96, 32 * 96, 96}, {3, 2, 32, 72},
-                 {"keys", "bf16", "72 x 32 x 2 x 3", "192, 6144, 12288", "64 x 64", "address"});
-  expect_refusal({data.data(), 64 * 100, 32 * 100, 100}, {3, 2, 32, 72}, {"keys", "200, 6400, 12800"});
+  expect_refusal(
+      {data.data() + 1, 64 * 96, 32 * 96, 96}, {3, 2, 32, 72},
+      {"keys", "bf16", "(head_dim, length, heads, batch)", " 72/2/64 32/192/64 2/6144/1 3/12288/1", "address"});
+  expect_refusal({data.data(), 64 * 100, 32 * 100, 100}, {3, 2, 32, 72},
+                 {"keys", " 72/2/64 32/200/64 2/6400/1 3/12800/1"});
+  expect_refusal({data.data(), 64 * 96, 32 * 96, 4 * 96, 100}, {3, 2, 8, 72, 4},
+                 {"(head_dim, length, residues, heads, batch)", " 72/2/64 8/768/64 4/200/1 2/6144/1 3/12288/1"},
+                 kStridedRank);
 }
 
 // A tensor without rows has a map too: nothing is ever loaded through it.
@@ -247,7 +316,7 @@ constexpr int32_t kStores = 2;  // by each warp, one after the other, from the s
 
 // A warp for every 16 rows of the tile: puts them into shared memory, stores them, waits until they are read, and puts the
 // next tile's there. What it then finds in memory at its first element goes to `echo`.
-template <class Tile>
+template <class Tile, int kRank>
 __global__ void store_kernel(const __grid_constant__ TensorMap map, const Place* places, const char* tiles,
                              TensorRef out, TensorExtent extent, uint16_t* echo) {
   auto& shared = shared_as<TilePlan<Tile>>();
@@ -262,8 +331,8 @@ __global__ void store_kernel(const __grid_constant__ TensorMap map, const Place*
     sm90::fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
-      sm90::store_rows<Tile>(map, shared.tile + warp_row * sm90::kSwizzleRowBytes, place.column, place.row + warp_row,
-                             place.head, place.batch);
+      sm90::store_rows<Tile, kRank>(map, shared.tile + warp_row * sm90::kSwizzleRowBytes, place.column,
+                                    place.row + warp_row, {place.head, place.batch, place.residue});
       sm90::wait_stores_read();
     }
     __syncwarp();
@@ -274,22 +343,21 @@ __global__ void store_kernel(const __grid_constant__ TensorMap map, const Place*
   if (last.row + warp_row >= extent.length || last.column >= extent.head_dim) return;
   echo[threadIdx.x / 32 + blockIdx.x * (blockDim.x / 32)] = *reinterpret_cast<volatile const uint16_t*>(
       static_cast<const uint16_t*>(out.data) + last.batch * out.stride_batch + last.head * out.stride_head +
-      (last.row + warp_row) * out.stride_seq + last.column);
+      last.residue * out.stride_residue + (last.row + warp_row) * out.stride_seq + last.column);
 }
 
-// Every head of every batch takes two tiles, the first at `first_row`; the others and all around them keep their poison.
-template <class Tile>
+// Sequences take two tiles, the first at `first_row`; every third of them and all around them keep their poison.
+template <class Tile, int kRank = kPlainRank>
 void check_store(Random& random, const Layout& layout, int32_t first_row) {
   const TensorExtent& e = layout.extent;
   constexpr int kWarps = Tile::kRows / 16;
   std::vector<Place> places;
-  for (int32_t batch = 0; batch < e.batch; ++batch) {
-    for (int32_t head = 0; head < e.heads; ++head) {
-      if ((batch + head) % 3 == 2) continue;  // a neighbour
-      for (int32_t column = 0; column < e.head_dim; column += Tile::kColumns) {
-        places.push_back({first_row, head, batch, column});
-        places.push_back({first_row + Tile::kRows, head, batch, column});
-      }
+  for (int32_t n = 0; n < e.batch * e.heads * e.residues; ++n) {
+    const int32_t residue = n % e.residues, head = n / e.residues % e.heads, batch = n / e.residues / e.heads;
+    if ((batch + head + residue) % 3 == 2) continue;  // a neighbour
+    for (int32_t column = 0; column < e.head_dim; column += Tile::kColumns) {
+      places.push_back({first_row, head, batch, residue, column});
+      places.push_back({first_row + Tile::kRows, head, batch, residue, column});
     }
   }
   const std::vector<uint16_t> tiles = random_patterns(random, places.size() * Tile::kBytes / 2);
@@ -298,9 +366,9 @@ void check_store(Random& random, const Layout& layout, int32_t first_row) {
   const DeviceArray<uint16_t> device(poison), device_tiles(tiles), echo(blocks * kWarps);
   const DeviceArray<Place> device_places(places);
   const DType dtype = random.coin() ? DType::kBF16 : DType::kF16;
-  const TensorMap map = sm90::make_tensor_map(layout.ref(device.data()), e, dtype, 16, "out");
-  launch(store_kernel<Tile>, static_cast<int>(blocks), 32 * kWarps, sizeof(TilePlan<Tile>), map, device_places.data(),
-         device_tiles.as<const char>(), layout.ref(device.data()), e, echo.data());
+  const TensorMap map = sm90::make_tensor_map(layout.ref(device.data()), e, dtype, 16, "out", kRank);
+  launch(store_kernel<Tile, kRank>, static_cast<int>(blocks), 32 * kWarps, sizeof(TilePlan<Tile>), map,
+         device_places.data(), device_tiles.as<const char>(), layout.ref(device.data()), e, echo.data());
 
   std::vector<uint16_t> wanted = poison;
   const std::vector<uint16_t> echoed = echo.read(), found = device.read();
@@ -310,7 +378,7 @@ void check_store(Random& random, const Layout& layout, int32_t first_row) {
     for (int32_t r = 0; r < Tile::kRows; ++r) {
       for (int32_t c = 0; c < Tile::kColumns; ++c) {
         if (!layout.has(place.row + r, place.column + c)) continue;
-        wanted[layout.index(place.batch, place.head, place.row + r, place.column + c)] = tile[Tile::offset(r, c) / 2];
+        wanted[layout.index(place, place.row + r, place.column + c)] = tile[Tile::offset(r, c) / 2];
       }
       if (n % kStores == kStores - 1 && r % 16 == 0 && layout.has(place.row + r, place.column)) {
         EXPECT(echoed[n / kStores * kWarps + r / 16] == tile[Tile::offset(r, 0) / 2], "%s: row %d after wait_stores()",
@@ -319,8 +387,9 @@ void check_store(Random& random, const Layout& layout, int32_t first_row) {
     }
   }
   for (size_t i = 0; i < found.size(); ++i) {
-    EXPECT(found[i] == wanted[i], "%s %d x %d x %d x %d, from row %d: element %zu of the storage: %04x, not %04x (%s)",
-           layout.name, e.batch, e.heads, e.length, e.head_dim, first_row, i, found[i], wanted[i],
+    EXPECT(found[i] == wanted[i],
+           "%s %d x %d x %d x %d x %d, from row %d: element %zu of the storage: %04x, not %04x (%s)", layout.name,
+           e.batch, e.heads, e.residues, e.length, e.head_dim, first_row, i, found[i], wanted[i],
            found[i] == poison[i] ? "not written" : "written");
   }
 }
@@ -359,6 +428,23 @@ GPU_TEST(store_rows_at_columns) {
   for (const int32_t head_dim : {256, 200, 136, 72}) {
     check_store<SwizzledTile<128, 64>>(random, contiguous({2, 3, 200, head_dim}), 0);
     check_store<SwizzledTile<128, 128>>(random, transposed({2, 3, 200, head_dim}), 0);
+  }
+}
+
+// Each sequence's rows to their places among the others; rows past its end are dropped, although others begin there.
+template <class Tile>
+void check_dilated_store(Random& random, const Layout& whole, int32_t first_row) {
+  for (const int32_t dilation : dilations(whole.extent.length)) {
+    for (const Layout& part : dilated(whole, dilation)) check_store<Tile, kStridedRank>(random, part, first_row);
+  }
+}
+
+GPU_TEST(store_rows_dilated) {
+  for (const int32_t length : {1, 64, 130, 400}) {
+    check_dilated_store<SwizzledTile<128, 64>>(random, contiguous({2, 3, length, 64}), 0);
+    check_dilated_store<SwizzledTile<128, 128>>(random, transposed({2, 3, length, 72}), 0);
+    check_dilated_store<SwizzledTile<192, 64>>(random, packed({2, 3, length, 40}), 5);
+    check_dilated_store<SwizzledTile<128, 128>>(random, padded_rows({2, 2, length, 256}), 0);
   }
 }
 

@@ -325,17 +325,17 @@ void check_ss(Random& random) {
   });
 }
 
-template <class Element, int kN, bool kTransB>
+template <class Element, int kN, bool kTransB, int kK = kRsK>
 void check_rs(Random& random) {
-  using B = RegisterFormB<kN, kRsK, kTransB>;
-  constexpr int kBlocks = kRsK / 16 + 1;
+  using B = RegisterFormB<kN, kK, kTransB>;
+  constexpr int kBlocks = kK / 16 + 1;
   for_each_start(random, 64, kN, [&](Numbers numbers, bool accumulate, const Matrix& c, const float* device_c) {
-    const Matrix a = random_matrix<Element>(random, 64, kRsK, numbers);
+    const Matrix a = random_matrix<Element>(random, 64, kK, numbers);
     const Matrix b = random_matrix<Element>(random, B::kRows, B::kColumns, numbers);
     DeviceArray<uint32_t> device_a(operand_registers<Element>(a));
     DeviceArray<uint16_t> device_b(swizzled<Element, B>(b));
     DeviceArray<float> d(kBlocks * 64 * kN);
-    launch(rs_kernel<Element, kN, kRsK, kTransB>, kBlocks, 128, sizeof(TilePlan<B>), device_a.data(),
+    launch(rs_kernel<Element, kN, kK, kTransB>, kBlocks, 128, sizeof(TilePlan<B>), device_a.data(),
            device_b.template as<const uint4>(), device_c, accumulate, d.data());
     expect_grid(accumulate ? "rs, accumulate" : "rs", a, kTransB ? b : transpose(b), c, numbers, d.read());
   });
@@ -357,16 +357,20 @@ GPU_TEST(accumulator_fragment) {
   }
 }
 
+GPU_TEST(wgmma_ss_n32_bf16) { check_ss<__nv_bfloat16, 32>(random); }
 GPU_TEST(wgmma_ss_n64_bf16) { check_ss<__nv_bfloat16, 64>(random); }
 GPU_TEST(wgmma_ss_n128_bf16) { check_ss<__nv_bfloat16, 128>(random); }
 GPU_TEST(wgmma_ss_n256_bf16) { check_ss<__nv_bfloat16, 256>(random); }
+GPU_TEST(wgmma_ss_n32_fp16) { check_ss<__half, 32>(random); }
 GPU_TEST(wgmma_ss_n64_fp16) { check_ss<__half, 64>(random); }
 GPU_TEST(wgmma_ss_n128_fp16) { check_ss<__half, 128>(random); }
 GPU_TEST(wgmma_ss_n256_fp16) { check_ss<__half, 256>(random); }
 
+GPU_TEST(wgmma_rs_k_major_n32_bf16) { check_rs<__nv_bfloat16, 32, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n64_bf16) { check_rs<__nv_bfloat16, 64, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n128_bf16) { check_rs<__nv_bfloat16, 128, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n256_bf16) { check_rs<__nv_bfloat16, 256, false>(random); }
+GPU_TEST(wgmma_rs_k_major_n32_fp16) { check_rs<__half, 32, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n64_fp16) { check_rs<__half, 64, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n128_fp16) { check_rs<__half, 128, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n256_fp16) { check_rs<__half, 256, false>(random); }
@@ -377,6 +381,9 @@ GPU_TEST(wgmma_rs_mn_major_n256_bf16) { check_rs<__nv_bfloat16, 256, true>(rando
 GPU_TEST(wgmma_rs_mn_major_n64_fp16) { check_rs<__half, 64, true>(random); }
 GPU_TEST(wgmma_rs_mn_major_n128_fp16) { check_rs<__half, 128, true>(random); }
 GPU_TEST(wgmma_rs_mn_major_n256_fp16) { check_rs<__half, 256, true>(random); }
+// V of 32 keys: the groups of columns lie closer together.
+GPU_TEST(wgmma_rs_mn_major_n256_k32_bf16) { check_rs<__nv_bfloat16, 256, true, 32>(random); }
+GPU_TEST(wgmma_rs_mn_major_n256_k32_fp16) { check_rs<__half, 256, true, 32>(random); }
 
 template <class Element>
 void check_two_groups(Random& random) {

@@ -37,9 +37,9 @@ inline constexpr float kShort1 = -0.33324571f, kShort2 = 0.12876421f;
 
 // A soft cap as the kernels use it: in units of S. NOTE: made on the host, because constants cost no registers.
 struct CapParams {
-  float factor;          // scale / cap; not 0
-  float inverse;         // 1 / factor
-  float short_end;       // kShortEnd, and
+  float factor;  // scale / cap; not 0
+  float inverse;  // 1 / factor
+  float short_end;  // kShortEnd, and
   float short1, short2;  // the polynomial's coefficients
 };
 
@@ -80,7 +80,8 @@ template <int kCount>
 __device__ __forceinline__ void apply_alibi(float (&s)[kCount], float slope, const int32_t (&position)[2],
                                             int32_t first_key, int32_t thread) {
   const int32_t first_column = first_key + sm90::Accumulator::first_column(thread);
-  const float from[2] = {static_cast<float>(first_column - position[0]), static_cast<float>(first_column - position[1])};
+  const float from[2] = {static_cast<float>(first_column - position[0]),
+                         static_cast<float>(first_column - position[1])};
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const int slot = sm90::Accumulator::row_slot(e);

@@ -53,7 +53,7 @@ struct SlowRow {
   int64_t k_stride, v_stride;
   int32_t head_dim, head_dim_v;
   float scale_log2;
-  CapParams cap;      // Score::kSoftcap
+  CapParams cap;  // Score::kSoftcap
   float alibi_slope;  // Score::kAlibi
   int32_t position;
 

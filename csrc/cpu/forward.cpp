@@ -72,8 +72,8 @@ void plan_steps(const typename Mask::Params& params, const typename Mask::Block&
       const int32_t row_in_cell = first_row % mask::kCell;
       if (!contains(Mask::half_keys(params, detail, row_in_cell / kBlockQ), half * kBlockKv)) continue;
       const int32_t* bits = Mask::row_bits(params, detail, row_in_cell);
-      steps.push_back(
-          {int64_t{Mask::key_tile(params, block, index, kBlockKv)} * kBlockKv, bits == nullptr ? nullptr : bits + half * (kBlockKv / 32)});
+      steps.push_back({int64_t{Mask::key_tile(params, block, index, kBlockKv)} * kBlockKv,
+                       bits == nullptr ? nullptr : bits + half * (kBlockKv / 32)});
     } else {
       steps.push_back({int64_t{Mask::origin(params, block)} + int64_t{index} * kBlockKv, nullptr});
     }

@@ -319,7 +319,9 @@ struct Consumer {
     int32_t step = uniform(mine.front);
     const int32_t end = uniform(mine.front + mine.steps);
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
-    const auto block_of = [&](int32_t step) { return KeyBlock{Mask::origin(params.mask, work().entry.block) + tiles.visit(step) * Config::kBlockKv, 0}; };
+    const auto block_of = [&](int32_t step) {
+      return KeyBlock{Mask::origin(params.mask, work().entry.block) + tiles.visit(step) * Config::kBlockKv, 0};
+    };
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);
@@ -395,7 +397,8 @@ struct Consumer {
 #pragma unroll 1
       for (int32_t e = tile.entry.block.entry; e < tile.entry.block.entry + count; ++e) {
         const int32_t first_key = params.mask.list.cells[e] * mask::kCell;
-        const int32_t detail = e < tile.entry.block.entry + tile.entry.block.whole ? mask::kWholeCell : params.mask.list.detail[e];
+        const int32_t detail =
+            e < tile.entry.block.entry + tile.entry.block.whole ? mask::kWholeCell : params.mask.list.detail[e];
         const mask::Interval half = Mask::half_keys(params.mask, detail, warpgroup);
         const int32_t* bits = Mask::row_bits(params.mask, detail, row % mask::kCell);
 #pragma unroll

@@ -17,10 +17,11 @@ __device__ __forceinline__ Span span_of(const KernelParams<Mask>& params, const 
   const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, params.len_q) - 1;
   if constexpr (Mask::kSpansPlanned) {
     // Without a plan there are no documents.
-    return sched::span_of(
-        work.entry.tiles, Mask::tiles_without_documents(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv));
+    return sched::span_of(work.entry.tiles, Mask::tiles_without_documents(params.mask, work.entry.block, first_row,
+                                                                          last_row, Config::kBlockKv));
   } else {
-    return sched::span_of(work.entry.tiles, Mask::tiles(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv));
+    return sched::span_of(work.entry.tiles,
+                          Mask::tiles(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv));
   }
 }
 
@@ -66,7 +67,8 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
     const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
     if constexpr (Mask::kSpansPlanned) {
       work.entry.block = Mask::block_without_documents(params.mask, work.batch, work.head, first_row);
-      work.entry.tiles = Mask::tiles_without_documents(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv);
+      work.entry.tiles =
+          Mask::tiles_without_documents(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv);
     } else if constexpr (!Mask::kPlanned) {
       work.entry.block = Mask::block(params.mask, work.batch, work.head, first_row, last_row);
       work.entry.tiles = Mask::tiles(params.mask, work.entry.block, first_row, last_row, Config::kBlockKv);
@@ -76,7 +78,8 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
   asm volatile("" ::: "memory");
 #pragma unroll 1
   for (int32_t w = 0; w < Config::kConsumerWarpgroups; ++w) {
-    work.set_span(w, span_of<Mask, Config>(params, work, work.entry.row_block * Config::kBlockQ + w * sm90::kWarpgroupRows));
+    work.set_span(
+        w, span_of<Mask, Config>(params, work, work.entry.row_block * Config::kBlockQ + w * sm90::kWarpgroupRows));
   }
 }
 
@@ -137,8 +140,8 @@ struct Producer {
     const uint32_t stage = S::QRing::stage(round);
     shared.empty_q[stage].wait(S::QRing::empty_parity(round));
     shared.full_q[stage].arrive_expect(S::QTile::kBytes);
-    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(shared.q[stage], params.q, tile.entry.row_block * Config::kBlockQ,
-                                                       tile.queries(), shared.full_q[stage]);
+    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(
+        shared.q[stage], params.q, tile.entry.row_block * Config::kBlockQ, tile.queries(), shared.full_q[stage]);
   }
 
   // The key block of a step.

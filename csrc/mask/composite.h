@@ -59,7 +59,8 @@ struct Composite {
     const int32_t* prefixes[2];  // instead of global.prefix: one per batch
     BandArgs local;
     bool has_global, has_local;  // some bound is set
-    bool two_runs;               // rows may have first keys apart from their window
+    bool two_runs;  // rows may have first keys apart from their window
+    bool from_begin;  // tiles begin where the first row's keys do, see Document::origin
     bool positions_local, positions_top_left;
     int32_t position_offset;
     Document::Params documents;  // without: q_offsets null
@@ -81,7 +82,7 @@ struct Composite {
     int32_t batch;
     int32_t head;
     int32_t prefix[2];  // of Params::global, this batch's
-    int32_t origin;     // where the first row's keys begin, or 0 where runs may lie before
+    int32_t origin;  // Params::from_begin: where the first row's keys begin
     int32_t doc_begin, doc_end;  // the documents that the rows lie in
     bool one_document;
     Place place;  // of the first
@@ -105,6 +106,7 @@ struct Composite {
     params.global = make_bounds(global, 0, 0, p.len_q, 0, p.len_kv);
     params.has_local = bounded(params.local);
     params.two_runs = global.keep_first > 0 || params.local.keep_first > 0;
+    params.from_begin = !params.two_runs && !ends_move(global) && !ends_move(params.local);
     params.positions_local = m.positions_local;
     params.positions_top_left = m.positions_top_left || (m.kind == MaskKind::kCausal && m.top_left);
     params.position_offset = m.position_offset;
@@ -141,7 +143,7 @@ struct Composite {
     block.doc_end = min_of(last + 1, documents.num_documents);
     block.one_document = block.doc_begin == last;
     block.place = place(params, batch, block.doc_begin);
-    if (!params.two_runs) block.origin = row(params, block, first_row).main.begin;
+    if (params.from_begin) block.origin = row(params, block, first_row).main.begin;
     return block;
   }
 
@@ -173,7 +175,7 @@ struct Composite {
     for (int a = 0; a < 2; ++a) {
       block.prefix[a] = params.prefixes[a] != nullptr ? params.prefixes[a][batch] : params.global.prefix[a];
     }
-    if (!has_documents(params) && !params.two_runs) {
+    if (!has_documents(params) && params.from_begin) {
       block.origin = row_without_documents(params, block, first_row).main.begin;
     }
     return block;
@@ -193,6 +195,15 @@ struct Composite {
   static FLASHMSA_HD int32_t position(const Params& params, const Block& block, int32_t i) {
     if (params.positions_local && has_documents(params)) return i + place_of(params, block, i).position_shift;
     return i + (params.positions_top_left ? 0 : params.len_kv - params.len_q) + params.position_offset;
+  }
+
+  // Whether a row's last key moves with the row.
+  static bool ends_move(const BandArgs& band) {
+    bool any = false;
+    for (int a = 0; a < 2; ++a) {
+      any |= band.right[a] != kUnbounded || band.prefix[a] != kUnbounded || band.prefixes[a] != nullptr;
+    }
+    return any;
   }
 
   static bool bounded(const BandArgs& band) {

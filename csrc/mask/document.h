@@ -86,8 +86,11 @@ struct Document {
     return visible(params, keys(params, block.batch, document), i);
   }
 
-  // PERF: tiles that begin where the first row's document does: one partial tile a block fewer than on a fixed grid.
-  static FLASHMSA_HD int32_t origin(const Params&, const Block& block) { return block.keys.begin; }
+  // PERF: tiles that begin where the first row's document does: up to a tile fewer than on a fixed grid. Under causal, where
+  // the grid meets the diagonal in one tile, they would meet it in two (-4 %).
+  static FLASHMSA_HD int32_t origin(const Params& params, const Block& block) {
+    return params.causal ? 0 : block.keys.begin;
+  }
 
   static FLASHMSA_HD Tiles tiles(const Params& params, const Block& block, int32_t first_row, int32_t last_row,
                                  int32_t tile_size) {

@@ -2,6 +2,8 @@
 
 namespace flashmsa::fwd {
 
-std::vector<KernelEntry> entries_d256_bf16() { return make_entries<Config256<__nv_bfloat16>, Config256<__nv_bfloat16>>(); }
+std::vector<KernelEntry> entries_d256_bf16() {
+  return make_entries<Config256<__nv_bfloat16>, Config256<__nv_bfloat16>>();
+}
 
 }  // namespace flashmsa::fwd

@@ -2,6 +2,8 @@
 
 namespace flashmsa::fwd {
 
-std::vector<KernelEntry> entries_d64_bf16() { return make_entries<Config64<__nv_bfloat16>, ListConfig64<__nv_bfloat16>>(); }
+std::vector<KernelEntry> entries_d64_bf16() {
+  return make_entries<Config64<__nv_bfloat16>, ListConfig64<__nv_bfloat16>>();
+}
 
 }  // namespace flashmsa::fwd

@@ -106,7 +106,7 @@ struct Composite {
     params.global = make_bounds(global, 0, 0, p.len_q, 0, p.len_kv);
     params.has_local = bounded(params.local);
     params.two_runs = global.keep_first > 0 || params.local.keep_first > 0;
-    params.from_begin = !params.two_runs && !ends_move(global) && !ends_move(params.local);
+    params.from_begin = !params.two_runs && !ends_move(global, p.len_q, p.len_kv) && !ends_move(params.local, kUnbounded, kUnbounded);
     params.positions_local = m.positions_local;
     params.positions_top_left = m.positions_top_left || (m.kind == MaskKind::kCausal && m.top_left);
     params.position_offset = m.position_offset;
@@ -197,11 +197,13 @@ struct Composite {
     return i + (params.positions_top_left ? 0 : params.len_kv - params.len_q) + params.position_offset;
   }
 
-  // Whether a row's last key moves with the row.
-  static bool ends_move(const BandArgs& band) {
+  // Whether the last key of one of len_q rows moves with the row.
+  static bool ends_move(const BandArgs& band, int32_t len_q, int32_t len_kv) {
     bool any = false;
     for (int a = 0; a < 2; ++a) {
-      any |= band.right[a] != kUnbounded || band.prefix[a] != kUnbounded || band.prefixes[a] != nullptr;
+      // So far right that the first row sees the last key: no bound.
+      const bool cut = band.right[a] != kUnbounded && band.right[a] < (a == 0 ? len_q : len_kv) - 1;
+      any |= cut || band.prefix[a] != kUnbounded || band.prefixes[a] != nullptr;
     }
     return any;
   }

@@ -355,9 +355,14 @@ void expect_covers(const PlanCase& c, const std::vector<PlanEntry<Mask>>& plan) 
       if (inside) step_of[tiles[step]] = step;
     }
     const int32_t first_row = entry.row_block * c.block_q;
+    const int32_t origin = Mask::origin(mask, entry.block);
     for (int32_t i = first_row; i < std::min(first_row + c.block_q, c.mask.len_q); ++i) {
+      for (int32_t j = 0; j < origin; ++j) {
+        EXPECT(!c.mask.allowed(batch, head, i, j), "%s: batch %d, head %d, row %d sees key %d before the origin %d",
+               c.mask.text().c_str(), batch, head, i, j, origin);
+      }
       for (int32_t tile = 0; tile < c.max_tiles(); ++tile) {
-        const int32_t step = step_of[tile], first_key = tile * c.block_kv;
+        const int32_t step = step_of[tile], first_key = origin + tile * c.block_kv;
         int32_t allowed = 0;
         for (int32_t j = first_key; j < std::min(first_key + c.block_kv, c.mask.len_kv); ++j) {
           allowed += c.mask.allowed(batch, head, i, j) ? 1 : 0;

@@ -319,8 +319,10 @@ struct Consumer {
     int32_t step = uniform(mine.front);
     const int32_t end = uniform(mine.front + mine.steps);
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
+    const auto origin = [&] { return Mask::origin(params.mask, work().entry.block); };
+    const int32_t copied_origin = kCopied ? origin() : 0;
     const auto block_of = [&](int32_t step) {
-      return KeyBlock{Mask::origin(params.mask, work().entry.block) + tiles.visit(step) * Config::kBlockKv, 0};
+      return KeyBlock{(kCopied ? copied_origin : origin()) + tiles.visit(step) * Config::kBlockKv, 0};
     };
 
     sm90::wgmma_wait<0>();

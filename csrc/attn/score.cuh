@@ -20,8 +20,8 @@ struct Score {
 };
 using PlainScore = Score<false, false>;
 
-// tanh(u) for any u, to 1e-7: tanh |u| = (1 - e) / (1 + e) with e = 2^(-2 log2(e) |u|); where that would lose digits, a
-// polynomial u (1 + t P(t)) in t = u^2, fitted for the least largest relative error up to |u| = 1/2 (6e-7).
+// tanh(u) for any u: tanh |u| = (1 - e) / (1 + e) with e = 2^(-2 log2(e) |u|); where that would lose digits, a
+// polynomial u (1 + t P(t)) in t = u^2, fitted for the least largest relative error up to |u| = 1/2 (6.4e-7).
 __device__ __forceinline__ float tanh_exact(float u) {
   constexpr float kMinus2Log2E = -2.88539008177792681f;
   const float e = sm90::exp2_approx(fabsf(u) * kMinus2Log2E);
@@ -44,8 +44,10 @@ struct CapParams {
 };
 
 inline CapParams make_cap(double scale, double cap) {
-  // NOTE: not 0, of which the inverse is needed.
-  const float factor = cap > 0 ? std::max(static_cast<float>(scale / cap), 1e-30f) : 1.0f;
+  // NOTE: finite and not 0, as its inverse; and where powers of it, or of an S below short_end, could leave fp32's range,
+  // every S goes the long way.
+  const float factor = cap > 0 ? std::clamp(static_cast<float>(scale / cap), 1e-30f, 1e30f) : 1.0f;
+  if (factor < 1e-9f || factor > 1e9f) return {factor, 1.0f / factor, 0.0f, 0.0f, 0.0f};
   const float square = factor * factor;
   return {factor, 1.0f / factor, kShortEnd / factor, kShort1 * square, kShort2 * square * square};
 }

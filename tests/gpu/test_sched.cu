@@ -506,33 +506,37 @@ GPU_TEST(plan_composite_many_blocks) {
 
 GPU_TEST(plan_composite_one_causal_document) { check_one_causal_document<Composite>(); }
 
-// A window of 100 keys in two documents of 640: the halves of a block of 128 rows do not meet the same tiles of 64.
-// Rows 256 … 383 see keys 156 … 383, tiles 2 … 5, in visit order 5, 4, 3, 2; rows 256 … 319 tiles 2 … 4; the others
-// 3 … 5. The last block is cut off: rows 1280 … 1299 are past the documents.
-GPU_TEST(plan_composite_spans) {
+// Windows in two documents of 640 rows, blocks of 128 rows and tiles of 64 keys. The last block is cut off, and all of its
+// rows are past the documents.
+void check_window_spans(int32_t left, std::initializer_list<int32_t> blocks, const sched::Span (&wanted)[2]) {
   PlanCase c = one_causal_document(1300, 128, 64, {0, 640, 1280});
   c.mask.kind = MaskKind::kComposite;
   c.mask.causal = false;
-  c.mask.local.left[0] = 100;
+  c.mask.local.left[0] = left;
   c.mask.local.right[0] = 0;
   const std::vector<PlanEntry<Composite>> plan = run_plan<Composite>(c);
   expect_plan<Composite>(c, plan);
   expect_covers<Composite>(c, plan);
+  const sched::Span none[2] = {};
   for (const PlanEntry<Composite>& entry : plan) {
-    const auto is = [&](int part, int32_t front, int32_t steps, int32_t back) {
-      const sched::Span& span = entry.spans[part];
-      EXPECT(span.front == front && span.steps == steps && span.back == back, "block %d, part %d: %d + %d + %d",
-             entry.row_block, part, span.front, span.steps, span.back);
-    };
-    if (entry.row_block == 2 || entry.row_block == 7) {
-      is(0, 1, 3, 0);
-      is(1, 0, 3, 1);
-    }
-    if (entry.row_block == 10) {
-      is(0, 0, 0, 0);
-      is(1, 0, 0, 0);
+    const bool listed = std::count(blocks.begin(), blocks.end(), entry.row_block) == 1;
+    if (!listed && entry.row_block != 10) continue;
+    for (int part = 0; part < 2; ++part) {
+      const sched::Span &found = entry.spans[part], &span = listed ? wanted[part] : none[part];
+      EXPECT(found.front == span.front && found.steps == span.steps && found.back == span.back,
+             "window of %d, block %d, part %d: %d + %d + %d", left, entry.row_block, part, found.front, found.steps,
+             found.back);
     }
   }
+}
+
+// 100 keys back: rows 256 … 383 meet tiles 2 … 5, none of them as a whole, in visit order 5, 4, 3, 2; the upper half
+// meets 2 … 4, the lower one 3 … 5.
+// 300 keys back: rows 512 … 639 meet tiles 3 … 9, and 6 and 7 as a whole, in visit order 9, 8, 5, 4, 3, 7, 6; the upper half
+// meets 3 … 8, the lower one 4 … 9, but what it could skip does not come last.
+GPU_TEST(plan_composite_spans) {
+  check_window_spans(100, {2, 7}, {{1, 3, 0}, {0, 3, 1}});
+  check_window_spans(300, {4, 9}, {{1, 6, 0}, {0, 7, 0}});
 }
 
 GPU_TEST(plan_composite_garbage) {
@@ -577,6 +581,32 @@ GPU_TEST(plan_lists_differ) {
                entry.block.mixed);
       }
     }
+  }
+}
+
+// All cells, the left half of them whole, under a causal window of 192 keys: a block of rows visits what the window meets
+// alone, and begins in the middle of a cell.
+GPU_TEST(plan_lists_in_a_window) {
+  constexpr int32_t kRows = 20;
+  PlanCase c = written_list(1, 2, kRows, kRows, [](int32_t, int32_t, int32_t& mixed) {
+    std::vector<int32_t> cells;
+    for (int32_t column = 0; column < kRows; ++column) cells.push_back(column);
+    mixed = kRows / 2;
+    return cells;
+  });
+  c.block_kv = 64;
+  c.mask.global.left[0] = 191;
+  c.mask.global.right[0] = 0;
+  const std::vector<PlanEntry<BlockSparse>> plan = run_plan<BlockSparse>(c);
+  expect_plan<BlockSparse>(c, plan);
+  AttentionParams params;
+  c.mask.fill(params);
+  for (const PlanEntry<BlockSparse>& entry : plan) {
+    std::vector<int32_t> tiles = visited_tiles<BlockSparse>(BlockSparse::make_params(params), entry, c.block_kv);
+    std::sort(tiles.begin(), tiles.end());
+    std::vector<int32_t> wanted;
+    for (int32_t t = std::max(2 * entry.row_block - 3, 0); t <= 2 * entry.row_block + 1; ++t) wanted.push_back(t);
+    EXPECT(tiles == wanted, "block %d visits%s, not%s", entry.row_block, text(tiles).c_str(), text(wanted).c_str());
   }
 }
 

@@ -174,6 +174,15 @@ def reference_of(
     return flashmsa.reference(q, k, v, case.build(q.device), sinks=sinks, return_lse=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slopes_that_overflow_over_a_dilation(dtype: torch.dtype) -> None:
+    """A step times a slope may be more than fp32 holds: the query's own key still has distance 0."""
+    mask = flashmsa.DilatedWindow(4, dilation=2**31 - 1)
+    q, k, v = (torch.randn(1, 2, 20, 8, dtype=dtype) for _ in range(3))
+    out = flashmsa.attention(q, k, v, mask, alibi_slopes=torch.tensor([1e30, -1e30]), backend="cpu")
+    torch.testing.assert_close(out, v)
+
+
 @ALL
 def test_a_sink_is_one_more_key_without_a_value(target: Target) -> None:
     """From its definition: attention over the keys and one more, of value 0, whose logit is the sink."""

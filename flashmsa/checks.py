@@ -67,18 +67,22 @@ def check_arguments(
     _check_mask_fits(q, k, mask)
     if scale is not None:
         check_number("scale", scale)
-        # The computation is in fp32; only fp64 keeps a scale beyond it.
-        symbolic = isinstance(scale, (torch.SymFloat, torch.SymInt))
-        if q.dtype != torch.float64 and not symbolic and abs(float(scale)) > _FP32_MAX:
+        if _overflows(q, scale):
             raise ValueError(f"scale: {scale} is not finite in fp32; the default is 1/sqrt({q.shape[3]})")
     check_number("softcap", softcap)
-    if softcap < 0.0:
-        raise ValueError(f"softcap: {softcap}; must be positive, or 0 for none")
+    if softcap < 0.0 or _overflows(q, softcap):
+        raise ValueError(f"softcap: {softcap}; must be positive and finite in fp32, or 0 for none")
     heads = q.shape[1]
     _check_per_head("sinks", sinks, q, ((heads,),))
     _check_per_head("alibi_slopes", alibi_slopes, q, ((heads,), (q.shape[0], heads)))
     if out is not None:
         _check_out(out, q, v)
+
+
+def _overflows(q: Tensor, value: Any) -> bool:
+    """Whether a finite number is none in the computation: in fp32, for float64 in fp64. Symbols are not looked at."""
+    symbolic = isinstance(value, (torch.SymFloat, torch.SymInt))
+    return q.dtype != torch.float64 and not symbolic and abs(float(value)) > _FP32_MAX
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

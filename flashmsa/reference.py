@@ -74,6 +74,8 @@ def reference(
 def _softmax_times_v(s: Tensor, allowed: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rows of logits (B, H, R, Sk) to out (B, H, R, Dv) and lse (B, H, R); the softmax is over the allowed keys."""
     s = torch.where(allowed, s, -math.inf)
+    # A row that sees nothing, or only logits of -inf, is 0 whatever its sink.
+    unseen = torch.nn.functional.pad(s, (0, 1), value=-math.inf).amax(-1, keepdim=True) == -math.inf
     if sinks is not None:
         s = torch.cat([s, sinks.double()[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
     # One more key of weight 0, so that a row always has a maximum.
@@ -84,8 +86,11 @@ def _softmax_times_v(s: Tensor, allowed: Tensor, v: Tensor, sinks: Tensor | None
     empty = total == 0.0
     p = torch.where(allowed, e[..., : v.shape[2]], 0.0) / torch.where(empty, 1.0, total)
     lse = torch.where(empty, -math.inf, m + torch.log(torch.where(empty, 1.0, total))).squeeze(-1)
+    if sinks is not None:
+        p = torch.where(unseen, 0.0, p)
+        lse = torch.where(unseen.squeeze(-1), sinks.double()[:, None], lse)
     if bool(v.isfinite().all()):
         return p @ v, lse
     # 0 * NaN is NaN: terms of keys that a row may not see have to be left out of the sum, one row after another.
     rows = [torch.where(allowed[..., i, :, None], p[:, :, i, :, None] * v, 0.0).sum(-2) for i in range(p.shape[2])]
-    return torch.where(empty, 0.0, torch.stack(rows, dim=2)), lse
+    return torch.where(unseen, 0.0, torch.stack(rows, dim=2)), lse

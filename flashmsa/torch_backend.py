@@ -246,6 +246,7 @@ def _forward(
         s = torch.where(allowed, s, -math.inf)
         # NOTE: amax has no value over no key.
         m = s.amax(-1, keepdim=True) if k.shape[2] else s.new_full((*s.shape[:-1], 1), -math.inf)
+        empty = m == -math.inf
         m = m if sink is None else torch.maximum(m, sink)
         # NOTE: a row that sees nothing, or only logits of -inf, has no maximum to subtract: exp(-inf - 0) = 0.
         m = torch.where(m == -math.inf, 0.0, m)
@@ -253,8 +254,10 @@ def _forward(
         l = p.sum(-1, keepdim=True)
         l = l if sink is None else l + torch.exp(sink - m)
         o = p @ v[:, :, None] if v_is_finite else _weighted_sum(p, allowed, v[:, :, None])
-        out[:, :, rows] = torch.where(l == 0.0, 0.0, o / l).flatten(1, 2)
-        lse[:, :, rows] = (m + torch.log(l)).squeeze(-1).flatten(1, 2)
+        # NOTE: also where the sink is infinite or NaN, which l then is NaN from. NaN logits have a maximum of NaN.
+        out[:, :, rows] = torch.where(empty, 0.0, o / l).flatten(1, 2)
+        of_empty = -math.inf if sink is None else sink
+        lse[:, :, rows] = torch.where(empty, of_empty, m + torch.log(l)).squeeze(-1).flatten(1, 2)
     return out, lse
 
 

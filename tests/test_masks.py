@@ -638,6 +638,8 @@ def test_from_cu_seqlens() -> None:
     assert wide == Document([0, 3, 5], [0, 4, 4], causal=True)
     with pytest.raises(ValueError, match="cu_seqlens_q: 4294967296 does not fit into int32"):
         Document.from_cu_seqlens(torch.tensor([0, 2**32]))
+    with pytest.raises(ValueError, match="cu_seqlens_k: -4294967296 does not fit into int32"):
+        Document.from_cu_seqlens(torch.tensor([0, 5]), torch.tensor([0, -(2**32)]))
 
 
 def test_from_window_size() -> None:
@@ -959,6 +961,9 @@ def test_checked_values() -> None:
         (lambda: BlockSparse(ONE_BLOCK, (128, 100)), ValueError, r"block_size: 100 is no multiple of 64; .*: 128"),
         (lambda: BlockSparse(ONE_BLOCK, (0, 64)), ValueError, r"block_size: 0 is no multiple of 64; .*: 64"),
         (lambda: BlockSparse(ONE_BLOCK, (64, 64.0)), TypeError, r"block_size: \(64, 64.0\); must be two ints"),
+        (lambda: BlockSparse(ONE_BLOCK, 2**31), ValueError, r"block_size: 2147483648; .* 64 to 2147418048"),
+        (lambda: BlockSparse(ONE_BLOCK, 2**70), ValueError, r"block_size: 1180591620717411303424; must be"),
+        (lambda: BlockSparse(ONE_BLOCK, 2**70 + 1), ValueError, r"is no multiple of 64; .*: 2147418048"),
         (lambda: BlockSparse(ONE_BLOCK, "64"), TypeError, r"block_size: '64'"),
         (lambda: BlockSparse(ONE_BLOCK, capacity=0), ValueError, r"capacity: 0; must be an int >= 1"),
         (lambda: BlockSparse(ONE_BLOCK, capacity=True), TypeError, r"capacity: True"),
@@ -1055,3 +1060,32 @@ def test_values_on_the_gpu_are_not_read_but_can_be_drawn() -> None:
     assert moved.to_dense(9, 9).is_cuda and torch.equal(moved.to_dense(9, 9, "cpu"), good.to_dense(9, 9))
     ids = torch.tensor([[0, 0, 1], [2, 2, -1]], device="cuda")
     assert Document.from_ids(ids).offsets.is_cuda and Document.from_ids(ids).to("cpu") == Document.from_ids(ids.cpu())
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        PrefixLM(int32([])),
+        PrefixLM(int32([])) & SlidingWindow(3),
+        Document(torch.zeros(0, 3, dtype=torch.int32)),
+        Document(torch.zeros(0, 3, dtype=torch.int32)) & Causal(),
+    ],
+    ids=repr,
+)
+def test_masks_of_a_batch_of_0(mask: Mask, checked_mode: None) -> None:
+    assert str(mask).startswith(repr(mask)) and "nothing to draw" in mask.draw(4, 4)
+    q = torch.zeros(0, 2, 5, 8)
+    assert flashmsa.attention(q, q, q, mask).shape == (0, 2, 5, 8)
+
+
+def test_drawings_of_blocks_with_another_mask() -> None:
+    """Of the blocks' lengths, whatever the other mask asks for."""
+    blocks = BlockSparse(torch.ones(1, 1, 0, 3, dtype=torch.bool))
+    assert "0 queries (down) x 384 keys" in str(blocks & PrefixLM(int32([300]))).splitlines()[0]
+    bits = BlockSparse.from_dense(torch.ones(5, 7, dtype=torch.bool))
+    assert "5 queries (down) x 7 keys" in str(PrefixLM(int32([9])) & bits).splitlines()[0]
+
+
+def test_no_drawing_where_it_would_fill_the_memory() -> None:
+    mask = Document([0, 2**31 - 1])
+    assert str(mask) == repr(mask) and str(mask & Causal()) == repr(mask & Causal())

@@ -144,6 +144,45 @@ def test_sinks_at_their_ends(target: Target) -> None:
     assert not out.count_nonzero() and lse.isneginf().all()
 
 
+@pytest.mark.parametrize(
+    "target",
+    [Target("cpu", "cpu", torch.float32), Target("cpu", "cpu", torch.bfloat16), Target("torch", "cpu", torch.float32)],
+)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_rows_without_keys_have_their_sink_whatever_it_is(target: Target, family: str) -> None:
+    """O = 0, lse = sink: infinite and NaN sinks too, as with no keys at all."""
+    sinks = torch.tensor([math.inf, math.nan, -math.inf, 1.0], device=target.device)
+    q, k, v = make_qkv(target, 2, (4, 2), 150, 70, 64)
+    case = mask_for(family, 2, 150, 70, heads=(4, 2))
+    allowed = case.allowed(150, 70, device=q.device)
+    allowed = allowed if allowed.dim() == 4 else allowed[:, None]
+    empty = ~allowed.any(-1)
+    empty = empty.repeat_interleave(4 // empty.shape[1], 1).expand(2, 4, -1)
+    want = sinks[None, :, None].expand(2, 4, 150)[empty]
+    for result in (run(target, q, k, v, case, sinks=sinks), reference_of(q, k, v, case, sinks)):
+        out, lse = result
+        assert not out[empty].count_nonzero()
+        torch.testing.assert_close(lse[empty].float(), want, rtol=0, atol=0, equal_nan=True)
+    out, lse = run(target, q, k[:, :, :0], v[:, :, :0], sinks=sinks)
+    assert not out.count_nonzero()
+    torch.testing.assert_close(lse, sinks[None, :, None].expand(2, 4, 150), rtol=0, atol=0, equal_nan=True)
+
+
+def reference_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: MaskCase, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return flashmsa.reference(q, k, v, case.build(q.device), sinks=sinks, return_lse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slopes_that_overflow_over_a_dilation(dtype: torch.dtype) -> None:
+    """A step times a slope may be more than fp32 holds: the query's own key still has distance 0."""
+    mask = flashmsa.DilatedWindow(4, dilation=2**31 - 1)
+    q, k, v = (torch.randn(1, 2, 20, 8, dtype=dtype) for _ in range(3))
+    out = flashmsa.attention(q, k, v, mask, alibi_slopes=torch.tensor([1e30, -1e30]), backend="cpu")
+    torch.testing.assert_close(out, v)
+
+
 @ALL
 def test_a_sink_is_one_more_key_without_a_value(target: Target) -> None:
     """From its definition: attention over the keys and one more, of value 0, whose logit is the sink."""

@@ -361,19 +361,20 @@ template <class T, class Acc>
 FLASHMSA_CPU_TARGET inline void store_rows(const BlockTask<T>& task, Scratch<Acc>& scratch) {
   for (int32_t row = 0; row < task.rows; ++row) {
     Acc top = scratch.top[row], sum = scratch.sum[row], factor = 1;
-    if (task.sink != nullptr && *task.sink != -std::numeric_limits<float>::infinity()) {
-      const Acc sink = *task.sink;
+    // NOTE: before the sink, which makes the sum of a row without keys 1, or NaN where it is infinite or NaN itself.
+    const bool empty = sum == Acc(0);
+    const Acc sink = task.sink == nullptr ? kMinusInfinity<Acc> : static_cast<Acc>(*task.sink);
+    if (sink != kMinusInfinity<Acc>) {
       const Acc highest = max_of(top, sink);
       factor = std::exp(top - highest);
       sum = sum * factor + std::exp(sink - highest);
       top = highest;
     }
-    const bool empty = sum == Acc(0);
     const Acc* from = scratch.o + row * scratch.padded_dim_v;
     T* to = task.out.data + row * task.out.stride;
     for (int32_t c = 0; c < task.head_dim_v; ++c) narrow(empty ? Acc(0) : from[c] * factor / sum, to[c]);
     if (task.lse.data != nullptr) {
-      task.lse.data[row * task.lse.stride] = static_cast<float>(empty ? kMinusInfinity<Acc> : top + std::log(sum));
+      task.lse.data[row * task.lse.stride] = static_cast<float>(empty ? sink : top + std::log(sum));
     }
   }
 }

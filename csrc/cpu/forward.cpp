@@ -153,7 +153,9 @@ BlockTask<T> make_task(const AttentionParams& params, const Place& place) {
   task.has_alibi = params.alibi_slopes != nullptr;
   if (task.has_alibi) {
     const double slope = params.alibi_slopes[place.batch * params.alibi_stride_batch + place.head];
-    task.slope = static_cast<Acc>(slope * params.alibi_step);
+    // NOTE: finite where the slope is, however far apart the keys stand: infinity times a distance of 0 would be NaN.
+    constexpr double kMost = std::numeric_limits<Acc>::max();
+    task.slope = static_cast<Acc>(std::isfinite(slope) ? clamp(slope * params.alibi_step, -kMost, kMost) : slope);
   }
   task.sink = params.sinks == nullptr ? nullptr : params.sinks + place.head;
   task.q = rows_of<const T>(params.q, place, place.head, place.first_row);

@@ -188,7 +188,9 @@ class PrefixLM(IntervalMask):
         return self if prefix is self.prefix else PrefixLM(prefix, self.align)
 
     def _natural_size(self) -> tuple[int, int]:
-        return natural_size(int(self.prefix[0]) if isinstance(self.prefix, Tensor) else self.prefix)
+        if not isinstance(self.prefix, Tensor):
+            return natural_size(self.prefix)
+        return natural_size(int(self.prefix[0]) if self.prefix.shape[0] else 0)
 
     def __eq__(self, other: object) -> bool:
         """Equal prefix and alignment. Reads a tensor's values, so it waits for their device."""

@@ -105,6 +105,8 @@ class Mask:
         row_edges = [r * len_q // rows for r in range(rows + 1)]
         column_edges = [c * len_kv // columns for c in range(columns + 1)]
         visible = self._visible(len_q, len_kv)
+        if visible.begin.shape[0] == 0:
+            return "(nothing to draw: a batch of 0)"
         lines = []
         for top, bottom in pairwise(row_edges):
             counts = visible.count_columns(top, bottom, column_edges)
@@ -118,8 +120,11 @@ class Mask:
         if not all(map(has_values, self._lowered[2])):
             return repr(self)
         len_q, len_kv = self._natural_size()
-        # NOTE: these are drawn from every pair, which takes long where there are many; ``draw`` does it if asked.
+        # NOTE: these are drawn from every pair, which takes long where there are many; ``draw`` does it if asked. The
+        # others take memory for every row.
         if self._lowered[0] in (HASH, BLOCK_SPARSE) and len_q * len_kv > _DRAWN_PAIRS:
+            return repr(self)
+        if max(len_q, len_kv) > _DRAWN_PAIRS:
             return repr(self)
         return f"{self!r}, {len_q} queries (down) x {len_kv} keys (across)\n{self.draw(len_q, len_kv)}"
 

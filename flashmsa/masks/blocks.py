@@ -13,6 +13,8 @@ from .base import Interval, Lowered, Mask, check_tensor, on_cpu, same_tensors, s
 from .intersection import lower_blocks, lower_composite
 from .visible import CELL, visible
 
+# Of the multiples of 64 the largest that a length can have.
+_MAX_BLOCK = 2**31 - 2**16 - 64
 _SHAPE = "(B or 1, Hq or 1, ceil(Sq / block_q), ceil(Sk / block_kv))"
 
 
@@ -248,8 +250,10 @@ def _as_block_size(block_size: Any) -> tuple[int, int]:
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"block_size: {block_size!r}; must be two ints, multiples of 64")
         if size < 64 or size % 64:
-            nearest = max(64, -(-size // 64) * 64)
+            nearest = min(max(64, -(-size // 64) * 64), _MAX_BLOCK)
             raise ValueError(f"block_size: {size} is no multiple of 64; the nearest that is: {nearest}")
+        if size > _MAX_BLOCK:
+            raise ValueError(f"block_size: {size}; must be a multiple of 64 from 64 to {_MAX_BLOCK}")
     return tuple(block_size)
 
 

@@ -147,15 +147,14 @@ class Document(IntervalMask):
         ):
             values = offsets.detach().cpu()
             check_offset_values(name, values)
-            last = int(values[..., -1].max())
+            last = int(values[..., -1].max()) if values.numel() else 0
             if last > length:
                 raise ValueError(f"{name}: the last value {last} lies past {whose}'s length {length}")
 
     def _natural_size(self) -> tuple[int, int]:
-        q_offsets, kv_offsets = self._lowered[2]
-        return int(q_offsets.reshape(-1, q_offsets.shape[-1])[0, -1]), int(
-            kv_offsets.reshape(-1, kv_offsets.shape[-1])[0, -1]
-        )
+        # Batch 0's; a batch of 0 has none.
+        ends = (x[..., -1].flatten()[:1].tolist() for x in self._lowered[2])
+        return tuple(end[0] if end else 0 for end in ends)
 
     def __eq__(self, other: object) -> bool:
         """Equal documents, causal and device. Reads the offsets, so it waits for their device."""
@@ -241,6 +240,8 @@ def _grouped(ids: Tensor, causal: bool) -> HashBucket:
 def _narrow(name: str, offsets: Tensor | None) -> Tensor | None:
     if not isinstance(offsets, Tensor) or offsets.dtype != torch.int64:
         return offsets
-    if offsets.device.type == "cpu" and offsets.numel() and int(offsets.max()) > INT32_MAX:
-        raise ValueError(f"{name}: {int(offsets.max())} does not fit into int32; at most {INT32_MAX}")
+    if offsets.device.type == "cpu" and offsets.numel():
+        for bound in (int(offsets.min()), int(offsets.max())):
+            if not -INT32_MAX <= bound <= INT32_MAX:
+                raise ValueError(f"{name}: {bound} does not fit into int32; must be from 0 to {INT32_MAX}")
     return offsets.to(torch.int32)

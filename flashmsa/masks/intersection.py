@@ -134,7 +134,13 @@ class Intersection(Mask):
             mask._check_values(len_q, len_kv)
 
     def _natural_size(self) -> tuple[int, int]:
+        from .blocks import BlockSparse
+
         sizes = [mask._natural_size() for mask in self.masks]
+        # Blocks are of their own lengths alone.
+        for mask, size in zip(self.masks, sizes, strict=True):
+            if isinstance(mask, BlockSparse):
+                return size
         fixed = [size for mask, size in zip(self.masks, sizes, strict=True) if mask.device is not None]
         return tuple(map(max, zip(*(fixed or sizes), strict=True)))
 

@@ -158,6 +158,17 @@ def test_nothing_at_all(target: Target) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+def test_prefixes_of_no_sequences(target: Target, align: str) -> None:
+    """Rows that belong to no sequence, whose mask holds no prefix."""
+    q, k, v = make(target, 9, 9)
+    mask = flashmsa.PrefixLM(int32((), target.device), align)
+    cuts = int32((0,), target.device)
+    out, lse = attention_varlen(q, k, v, cuts, mask=mask, return_lse=True, backend=target.backend)
+    assert not out.count_nonzero() and lse.isneginf().all()
+
+
+@EACH
 @pytest.mark.parametrize("causal", [False, True])
 def test_equals_a_document_mask(target: Target, causal: bool) -> None:
     """Plain sequences are documents: the same kernel, the same bits; and as windows of no bound."""

@@ -155,7 +155,11 @@ def _composite(
     runs = _runs(band, p_br, p_tl, world, origin, origin, origin + len_kv)
     if offsets is not None:
         document, q_begin, q_end, begin, stop = _documents(row, *offsets, kv_used)
-        own = [number if x is None else x.long()[document] for x, number in zip(prefixes[2:], local[4:6], strict=True)]
+        own = [
+            # Without documents all rows lie past the last one, and there is no prefix to read.
+            number if x is None or x.shape[0] == 0 else x.long()[document]
+            for x, number in zip(prefixes[2:], local[4:6], strict=True)
+        ]
         low = begin.clamp(0, len_kv)
         high = torch.maximum(stop.clamp(0, len_kv), low)
         p_br, p_tl = row - q_end + stop, row - q_begin + begin

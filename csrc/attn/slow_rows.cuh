@@ -126,13 +126,14 @@ struct SlowRow {
   __device__ __forceinline__ float store(Element* out_row, float sink) {
     constexpr float kLn2 = 0.693147180559945309f;
     float factor = 1.0f;
-    if (sink != kNegativeInfinity) {
+    const bool empty = sum == 0.0f;
+    if (!empty && sink != kNegativeInfinity) {
       const float top = fmaxf(reference, sink);
       factor = sm90::exp2_approx(reference - top);
       sum = fmaf(sum, factor, sm90::exp2_approx(sink - top));
       reference = top;
     }
-    const float inverse = sum == 0.0f ? 0.0f : factor / sum;
+    const float inverse = empty ? 0.0f : factor / sum;
     if (owns_columns()) {
       uint4 packed;
       packed.x = sm90::pack2<Element>(o[0] * inverse, o[1] * inverse);
@@ -141,7 +142,8 @@ struct SlowRow {
       packed.w = sm90::pack2<Element>(o[6] * inverse, o[7] * inverse);
       *reinterpret_cast<uint4*>(out_row + lane() * 8) = packed;
     }
-    return sum == 0.0f ? kNegativeInfinity : (reference + log2f(sum)) * kLn2;
+    // Without keys: the sink, or -inf.
+    return empty ? sink * kLn2 : (reference + log2f(sum)) * kLn2;
   }
 };
 

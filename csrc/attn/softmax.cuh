@@ -98,6 +98,12 @@ struct OnlineSoftmax {
       float total = sum[slot];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
+      if (has_sink && total == 0.0f) {
+        // A row without keys is 0 whatever its sink.
+        inverse[slot] = 0.0f;
+        lse[slot] = sink * kLn2;
+        continue;
+      }
       if (has_sink) {
         // Whichever is larger becomes the reference. A row without keys has -inf, and a total of 0.
         const float top = fmaxf(reference[slot], sink);

@@ -200,7 +200,12 @@ struct Consumer {
   }
 
   // The key block at hand. NOTE: before release_k(), which gives its slot back.
-  __device__ __forceinline__ KeyBlock key_block() const { return shared.key_block[S::KvRing::stage(key_blocks)]; }
+  // SYNC: lane 0 alone reads, because lane 0 alone arrives where the slot is given back.
+  __device__ __forceinline__ KeyBlock key_block() const {
+    KeyBlock block = {};
+    if (lane() == 0) block = shared.key_block[S::KvRing::stage(key_blocks)];
+    return {__shfl_sync(~0u, block.first_key, 0), __shfl_sync(~0u, block.detail, 0)};
+  }
 
   // Softcap and ALiBi.
   __device__ __forceinline__ void modify_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
@@ -239,7 +244,8 @@ struct Consumer {
   // What a mixed cell of a list hides.
   __device__ __forceinline__ void mask_cell(Scores& x, const KeyBlock& block) {
     static_assert(Config::kBlockQ == mask::kCell && mask::kCell % Config::kBlockKv == 0);
-    const int32_t first_column = block.first_key % mask::kCell;
+    // NOTE: by bits, because a list on the device may hold a negative cell.
+    const int32_t first_column = block.first_key & (mask::kCell - 1);
     if (params.mask.list.bits != nullptr) {
       const int32_t row = warp_row() + lane() / 4;
       const int32_t* const words[2] = {Mask::row_bits(params.mask, block.detail, row) + first_column / 32,

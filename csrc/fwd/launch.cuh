@@ -105,7 +105,7 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.cap = attn::make_cap(p.scale, p.softcap);
   params.alibi_slopes = p.alibi_slopes;
   params.alibi_stride_batch = p.alibi_stride_batch;
-  params.alibi_factor = static_cast<float>(p.alibi_step / p.scale);
+  params.alibi_factor = std::min(static_cast<float>(p.alibi_step / p.scale), std::numeric_limits<float>::max());
   return params;
 }
 
@@ -194,8 +194,8 @@ std::vector<KernelEntry> make_entries() {
 #undef FLASHMSA_ENTRY
 }
 
-// Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap.
-template <class Config, class ListConfig, class CapConfig>
+// Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap, or a list.
+template <class Config, class CapConfig>
 std::vector<KernelEntry> make_score_entries() {
   using mask::BlockSparse;
   using mask::Composite;
@@ -204,7 +204,7 @@ std::vector<KernelEntry> make_score_entries() {
       make_entry<Composite, Config, attn::Score<false, true>>(),
       make_entry<Composite, CapConfig, attn::Score<true, true>>(),
       make_entry<BlockSparse, CapConfig, attn::Score<true, false>>(),
-      make_entry<BlockSparse, ListConfig, attn::Score<false, true>>(),
+      make_entry<BlockSparse, CapConfig, attn::Score<false, true>>(),
       make_entry<BlockSparse, CapConfig, attn::Score<true, true>>(),
   };
 }

@@ -220,6 +220,13 @@ struct AttentionCase {
         logit.push_back(dot - static_cast<Exact<T>>(penalty(b, h, i, j)));
         top = std::max(top, logit.back());
       }
+      // Without keys, or with logits of -inf alone, a row is 0 whatever its values, and its lse the sink.
+      const bool empty = std::all_of(logit.begin(), logit.end(), [](Exact<T> x) { return std::isinf(x) && x < 0; });
+      if (empty) {
+        answer.out.insert(answer.out.end(), v.dim, 0);
+        answer.lse.push_back(sink(h));
+        return;
+      }
       const Exact<T> shift = std::isinf(top) && top < 0 ? 0 : top;
       Exact<T> sum = std::exp(sink(h) - shift);
       std::vector<Exact<T>> row(v.dim, 0);

@@ -84,8 +84,8 @@ LENGTHS = [
 @pytest.mark.parametrize(("target", "family"), by_family(targets()))
 @pytest.mark.parametrize("lengths", LENGTHS, ids="{0[0]}x{0[1]}".format)
 def test_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
-    # Of one row each, so many heads that the rule's yardstick is no draw of chance; and no two that share keys, because a
-    # matrix of two rows is summed in another order than the yardstick's of one.
+    # Of one row each, so many heads that the rule's yardstick is no draw of chance; and no two that share keys, because
+    # a matrix of two rows is summed in another order than the yardstick's of one.
     heads = (2, 1) if lengths[0] > 1 else (32, 32)
     q, k, v = make_qkv(target, 2, heads, *lengths, 64)
     run_and_check(target, q, k, v, mask_for(family, 2, *lengths))

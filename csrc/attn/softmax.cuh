@@ -98,19 +98,14 @@ struct OnlineSoftmax {
       float total = sum[slot];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      if (has_sink && total == 0.0f) {
-        // A row without keys is 0 whatever its sink.
-        inverse[slot] = 0.0f;
-        lse[slot] = sink * kLn2;
-        continue;
-      }
       if (has_sink) {
-        // Whichever is larger becomes the reference. A row without keys has -inf, and a total of 0.
+        // Whichever is larger becomes the reference. A row without keys is 0 whatever its sink.
+        const bool empty = total == 0.0f;
         const float top = fmaxf(reference[slot], sink);
         const float factor = sm90::exp2_approx(reference[slot] - top);
         total = fmaf(total, factor, sm90::exp2_approx(sink - top));
-        inverse[slot] = factor * sm90::reciprocal_approx(total);
-        lse[slot] = (top + sm90::log2_approx(total)) * kLn2;
+        inverse[slot] = empty ? 0.0f : factor * sm90::reciprocal_approx(total);
+        lse[slot] = (empty ? sink : top + sm90::log2_approx(total)) * kLn2;
         continue;
       }
       // PERF: the approximations (2^-22) are far below the rounding of O and lse; the exact ones take 400 cycles a tile.

@@ -200,11 +200,11 @@ struct Consumer {
   }
 
   // The key block at hand. NOTE: before release_k(), which gives its slot back.
-  // SYNC: lane 0 alone reads, because lane 0 alone arrives where the slot is given back.
+  // SYNC: the other lanes have read when lane 0 arrives there.
   __device__ __forceinline__ KeyBlock key_block() const {
-    KeyBlock block = {};
-    if (lane() == 0) block = shared.key_block[S::KvRing::stage(key_blocks)];
-    return {__shfl_sync(~0u, block.first_key, 0), __shfl_sync(~0u, block.detail, 0)};
+    const KeyBlock block = shared.key_block[S::KvRing::stage(key_blocks)];
+    __syncwarp();
+    return block;
   }
 
   // Softcap and ALiBi.

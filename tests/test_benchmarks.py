@@ -266,11 +266,12 @@ def test_tile_efficiency_is_pairs_over_visited_area() -> None:
     for case in (case for case in SMALL_CASES if case.is_document):
         mask = allowed(case)
         rows, keys = 32, 16
-        visited = sum(
-            rows * keys
-            for i, j in itertools.product(range(0, case.length, rows), range(0, case.length, keys))
-            if mask[i : i + rows, j : j + keys].any()
-        )
+        visited = 0
+        for i in range(0, case.length, rows):
+            block = mask[i : i + rows]
+            # Without a causal mask the tiles begin where the block's first document does.
+            origin = 0 if case.is_causal else int(block.any(0).nonzero()[0])
+            visited += rows * keys * sum(block[:, j : j + keys].any() for j in range(origin, case.length, keys))
         assert candidates.tile_efficiency(case, (rows, keys)) == pytest.approx(case.pairs / visited)
 
 

@@ -128,8 +128,8 @@ def test_no_older_tensor_instructions(forward: list[Function]) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel["name"])
 def test_descriptors_stay_in_uniform_registers(forward: list[Function], kernel: dict) -> None:
-    """In the loop over full key blocks: a descriptor from ordinary registers costs two R2UR before every wgmma, an
-    eighth of the speed at d128. The compiler does that when it cannot see that ring positions are the same in all lanes.
+    """In the loop over full key blocks: a descriptor from ordinary registers costs two R2UR before every wgmma, at d128
+    an eighth of the speed. The compiler does that when it cannot see that ring positions are the same in all lanes.
 
     Fewer than one to a wgmma are the loop's own: at d256 dense, 11 beside 20 ran no slower than 9.
     """

@@ -28,7 +28,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 def check_mask(mask: Any) -> None:
     if mask is not None and not isinstance(mask, Mask):
-        hint = "; a dense bool mask is not supported yet" if isinstance(mask, Tensor) else ""
+        hint = "; BlockSparse.from_dense(mask) makes one of a dense bool mask" if isinstance(mask, Tensor) else ""
         raise TypeError(
             f"mask: {type(mask).__name__}; must be a flashmsa mask (Dense, Causal, Document, …) or None{hint}"
         )

@@ -148,8 +148,9 @@ def _run_native(
     return_lse: bool,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    _fits_native(lower(mask)[0], mask, q, k, alibi_slopes)
-    call = (q, k, v, *lower(mask), scale, softcap, sinks, alibi_slopes, return_lse)
+    lowered = lower(mask)
+    _fits_native(lowered[0], mask, q, k, alibi_slopes)
+    call = (q, k, v, *lowered, scale, softcap, sinks, alibi_slopes, return_lse)
     # NOTE: a tracer has to see the operator; the binding's entry skips torch.ops' parsing of arguments.
     if _is_dynamo_compiling():
         op = torch.ops.flashmsa.attention

@@ -74,16 +74,15 @@ def attention_varlen(
     packed = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
     whole = None if out is None else _whole_out(q, v, out)
     # NOTE: ALiBi's positions are those inside each sequence, which a document mask does not count.
-    plain = seqused_k is None and alibi_slopes is None and _causality(mask) is not None
+    causal = _causality(mask)
+    plain = seqused_k is None and alibi_slopes is None and causal is not None
     if backend is None and out is None and config is None and dropout_p == 0.0 and ops.runs_at_once(q):
         offsets = (cu_seqlens_q, kv_offsets)
-        lowered = (
-            (DOCUMENT, (int(_causality(mask)),), offsets) if plain else lower_in_sequences(mask, *offsets, seqused_k)
-        )
+        lowered = (DOCUMENT, (int(causal),), offsets) if plain else lower_in_sequences(mask, *offsets, seqused_k)
         result, lse = ops._native(*packed, *lowered, scale, softcap, sinks, alibi_slopes, return_lse)
     else:
         if plain:
-            inside = Document(cu_seqlens_q, cu_seqlens_k, causal=_causality(mask))
+            inside = Document(cu_seqlens_q, cu_seqlens_k, causal=causal)
         else:
             inside = PerSequence(Dense() if mask is None else mask, cu_seqlens_q, kv_offsets, seqused_k)
         options = (scale, softcap, sinks, alibi_slopes, dropout_p, True, backend, config, whole)

@@ -14,9 +14,6 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kHeadDimStep = 8;
 constexpr int64_t kRowAlignment = 16;  // bytes; what a tensor map asks of strides and base
 
-// NOTE: rows and keys are int32 in the kernels; the margin lets them round up to whole tiles.
-constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 65536;
-
 void check_kind(const char* name, const at::Tensor& tensor, const at::Tensor& q) {
   TORCH_CHECK_VALUE(tensor.dim() == 4, name, ": ", tensor.dim(), " dimensions, shape ", tensor.sym_sizes(),
                     "; must have 4, (batch, heads, length, head_dim)",

@@ -12,6 +12,9 @@
 
 namespace flashmsa::binding {
 
+// NOTE: rows and keys are int32 in the kernels; the margin lets them round up to whole tiles.
+inline constexpr int64_t kMaxLength = INT32_MAX - 65536;
+
 // What the op's schema hands over. Refers to the caller's tensors and lists.
 struct Arguments {
   const at::Tensor& q;         // (batch, heads_q,  len_q,  head_dim)

@@ -26,8 +26,6 @@ using at::Tensor;
 using at::TensorList;
 using c10::SymInt;
 
-// NOTE: as for attention, so that rows and keys can round up to whole tiles.
-constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 65536;
 constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();  // batches, heads, entries
 
 // ---- Checks

@@ -25,7 +25,7 @@ __device__ __forceinline__ Span span_of(const KernelParams<Mask>& params, const 
   }
 }
 
-// A plan's entry into a work slot. PERF: in pieces, because the producer's few registers do not hold all of it.
+// A plan's entry into a work slot. PERF: in pieces, because the scheduler's few registers do not hold all of it.
 template <class Mask>
 __device__ __forceinline__ void copy_entry(const sched::PlanEntry<Mask>& from, sched::PlanEntry<Mask>& to) {
   static_assert(sizeof(from) % sizeof(int4) == 0);

@@ -165,7 +165,7 @@ struct Composite {
     return between(params, block, row(params, block, first_row), row(params, block, last_row), tile_size);
   }
 
-  // The same where it is known that there are no documents: for the producer, whose registers are few.
+  // The same where it is known that there are no documents: for the scheduler, whose registers are few.
   static FLASHMSA_HD Block block_without_documents(const Params& params, int32_t batch, int32_t head,
                                                    int32_t first_row) {
     Block block = {};

@@ -142,8 +142,8 @@ FLASHMSA_HD Interval from_origin(Interval row, int32_t origin) {
   return {max_of(row.begin - origin, 0), max_of(row.end - origin, 0)};
 }
 
-// The tiles that rows in order meet, counted from the block's origin. The last key tile of a length that the tile does not divide is never full: no
-// interval reaches past len_kv.
+// The tiles that rows in order meet, counted from the block's origin. The last key tile of a length that the tile does not
+// divide is never full: no interval reaches past len_kv.
 template <class Mask>
 FLASHMSA_HD typename Mask::Tiles row_tiles(const typename Mask::Params& params, const typename Mask::Block& block,
                                            int32_t first_row, int32_t last_row, int32_t tile_size) {

@@ -49,7 +49,7 @@ struct alignas(16) PlanEntry : PlannedSpans<Mask::kSpansPlanned> {
   typename Mask::Block block;  // block.batch: the batch, where each has its own plan
 };
 
-// The entry of one row block, wherever it is made: on the device ahead of the kernel, or by the kernel's producer.
+// The entry of one row block, wherever it is made: on the device ahead of the kernel, or by the kernel's scheduler.
 template <class Mask>
 FLASHMSA_HD PlanEntry<Mask> plan_row_block(const typename Mask::Params& params, int32_t batch, int32_t head,
                                            int32_t row_block, int32_t block_q, int32_t block_kv, int32_t len_q) {

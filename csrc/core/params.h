@@ -119,7 +119,25 @@ struct AttentionParams {
   const float* alibi_slopes = nullptr;  // (heads_q) or (batch, heads_q): logit -= slope * |p - j|
   int64_t alibi_stride_batch = 0;
   double alibi_step = 1.0;  // distance of neighbouring keys
+  // > 0: weights are dropped as core/philox.h says, keyed by rng_state = (seed, offset), which lies where q does.
+  double dropout_p = 0.0;
+  const int64_t* rng_state = nullptr;
   MaskArgs mask;
+};
+
+// The gradients of one call. `forward` holds what went in, and `out` and `lse` as they came out (both are read; lse is
+// never null).
+struct BackwardParams {
+  AttentionParams forward;
+  TensorRef dout;               // (batch, heads_q,  len_q,  head_dim_v)
+  const float* dlse = nullptr;  // like lse, by the strides below; null: zero
+  int64_t dlse_stride_batch = 0, dlse_stride_head = 0, dlse_stride_seq = 1, dlse_stride_residue = 0;
+  TensorRef dq;                 // (batch, heads_q,  len_q,  head_dim)
+  TensorRef dk;                 // (batch, heads_kv, len_kv, head_dim)
+  TensorRef dv;                 // (batch, heads_kv, len_kv, head_dim_v)
+  // (batch, heads_q, residues, len_q), contiguous, written: rowsum(dout * out) - dlse, what dS subtracts from dP.
+  float* delta = nullptr;
+  bool deterministic = false;
 };
 
 }  // namespace flashmsa

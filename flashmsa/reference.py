@@ -49,6 +49,8 @@ def reference(
     with without_autocast(q.device.type):
         # Query head h uses kv head h // groups.
         k64, v64 = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
+        # NOTE: once, so that their float32 gradients are rounded once.
+        sinks64, slopes64 = (None if x is None else x.double() for x in (sinks, alibi_slopes))
         dense = mask.to_dense(len_q, len_kv, q.device)
         if dense.dim() == 4 and dense.shape[1] not in (1, heads):
             dense = dense.repeat_interleave(heads // dense.shape[1], dim=1)
@@ -64,7 +66,7 @@ def reference(
             def bend(s: Tensor, away: Tensor = away) -> Tensor:
                 s = scale * s
                 s = softcap * torch.tanh(s / softcap) if softcap > 0.0 else s
-                return s if alibi_slopes is None else s - alibi_slopes.double()[..., None, None] * away
+                return s if slopes64 is None else s - slopes64[..., None, None] * away
 
             q64 = q[:, :, block].double()
             # A row that sees nothing, or only logits of -inf, is 0 whatever its sink, and so are its gradients.
@@ -76,7 +78,7 @@ def reference(
             if state is not None:
                 kept = kept_rows(state, dropout_p, q.shape[0], heads, block, len_kv)
                 times = kept.double() * keep_scale(dropout_p)
-            parts.append(_softmax_times_v(s, counted, v64, sinks, times))
+            parts.append(_softmax_times_v(s, counted, v64, sinks64, times))
     if parts:
         result, lse = torch.cat([o for o, _ in parts], dim=2), torch.cat([x for _, x in parts], dim=2)
     else:
@@ -94,7 +96,7 @@ def _softmax_times_v(
     Each weight counts ``times`` times in out, not in lse.
     """
     if sinks is not None:
-        s = torch.cat([s, sinks.double()[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+        s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
     # One more key of weight 0, so that a row always has a maximum.
     m = torch.nn.functional.pad(s, (0, 1), value=-math.inf).amax(-1, keepdim=True).detach()
     m = torch.where(m == -math.inf, 0.0, m)
@@ -106,7 +108,7 @@ def _softmax_times_v(
     if sinks is not None:
         # NOTE: not log(e^sink): a sink may be infinite or NaN.
         unseen = ~counted.any(-1).expand(lse.shape)
-        lse = torch.where(unseen, sinks.double()[:, None], lse)
+        lse = torch.where(unseen, sinks[:, None], lse)
     return _Sums.apply(p if times is None else p * times, v, counted), lse
 
 

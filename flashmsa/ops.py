@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_mask, check_number, check_tensor
 from .dispatch import BACKENDS, CPU_DTYPES, Wanted, all_kernels_exist, choose, named_error, reject, warn_once
+from .dropout import rng_state
 from .masks import Dense, Mask, lower
 from .masks.base import BLOCK_SPARSE, HASH
 
@@ -55,8 +56,9 @@ def attention(
     softcap        > 0: logits become softcap * tanh(logit / softcap)
     sinks          (Hq,) float32: one more term e^sink in each row's denominator
     alibi_slopes   (Hq,) or (B, Hq) float32: logits lose slope * |p - j|, p the query's place among the keys
-    dropout_p      not supported yet; 0.0
-    seed           of dropout; unused
+    dropout_p      in [0, 1): the probability that a weight is dropped, rounded to 1/65536; the kept ones are scaled to
+                   make up for it. lse is that of all weights
+    seed           of dropout: an int, or an int64 tensor (seed, offset) on q's device; None: by torch's generator
     return_lse     also return the logarithm of each row's denominator, sink included
     deterministic  the forward pass always is
     backend        "sm90", "cpu" or "torch"; None: sm90 on compute capability 9.0, cpu for CPU tensors, and otherwise
@@ -90,7 +92,9 @@ def attention(
             if kind < HASH or _fits_native(kind, mask, q, k, alibi_slopes):
                 result = _native(q, k, v, kind, ints, tensors, scale, softcap, sinks, alibi_slopes, return_lse)
                 return result if return_lse else result[0]
-    return _attention(q, k, v, mask, scale, softcap, sinks, alibi_slopes, dropout_p, return_lse, backend, config, out)
+    return _attention(
+        q, k, v, mask, scale, softcap, sinks, alibi_slopes, dropout_p, seed, return_lse, backend, config, out
+    )
 
 
 def _attention(
@@ -103,6 +107,7 @@ def _attention(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     dropout_p: float,
+    seed: int | Tensor | None,
     return_lse: bool,
     backend: str | None,
     config: Any,
@@ -124,11 +129,13 @@ def _attention(
         if reason is not None:
             warn_once(reason)
         _check_no_grad(out, q, k, v, sinks, alibi_slopes)
-        result = torch_backend.attention(
-            q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes
-        )
+        state = rng_state(seed, q.device) if dropout_p > 0.0 else None
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        result = torch_backend.attention(q, k, v, mask, **options, dropout_p=dropout_p, rng_state=state)
         if out is not None:
             result = out.copy_(result[0]), result[1]
+    elif dropout_p > 0.0:
+        raise NotImplementedError(f"dropout_p: {dropout_p}; no dropout on the {chosen} backend yet, use 'torch'")
     else:
         result = _run_native(q, k, v, mask, scale, softcap, sinks, alibi_slopes, return_lse, out)
         if chosen == "sm90" and not _is_dynamo_compiling() and all_kernels_exist(q.dtype):

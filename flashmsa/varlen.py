@@ -85,7 +85,7 @@ def attention_varlen(
             inside = Document(cu_seqlens_q, cu_seqlens_k, causal=causal)
         else:
             inside = PerSequence(Dense() if mask is None else mask, cu_seqlens_q, kv_offsets, seqused_k)
-        options = (scale, softcap, sinks, alibi_slopes, dropout_p, True, backend, config, whole)
+        options = (scale, softcap, sinks, alibi_slopes, dropout_p, seed, True, backend, config, whole)
         result, lse = ops._attention(*packed, inside, *options)
     result = result.transpose(1, 2).squeeze(0) if out is None else out
     return (result, lse.squeeze(0)) if return_lse else result

@@ -626,11 +626,13 @@ def test_opcheck_of_the_composed_operators(mask: Mask, dtype: torch.dtype, devic
     q, k, v = (transposed(x.to(device, dtype)) for x in make())
     sinks, slopes = torch.randn(6, device=device), torch.rand(2, 6, device=device)
     rules = lowered(mask, device)
-    out, lse = torch.ops.flashmsa.composed(q, k, v, *rules, None, 2.0, sinks, slopes)
+    state = torch.tensor([3, 4], device=device)
+    out, lse = torch.ops.flashmsa.composed(q, k, v, *rules, None, 2.0, sinks, slopes, 0.0, None)
     gradients = (torch.randn_like(out), torch.randn_like(lse))
-    for given in ((None, 0.0, None, None), (-0.3, 2.0, sinks, slopes)):
+    for given in ((None, 0.0, None, None, 0.0, None), (-0.3, 2.0, sinks, slopes, 0.1, state)):
         backward = (*gradients, out, lse, q, k, v, *rules, *given)
         torch.library.opcheck(torch.ops.flashmsa.composed_backward.default, backward)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        options = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given]
+        is_real = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in given]
+        options = [x.detach().requires_grad_() if real else x for x, real in zip(given, is_real, strict=True)]
         torch.library.opcheck(torch.ops.flashmsa.composed.default, (*leaves, *rules, *options))

@@ -333,11 +333,6 @@ def test_sinks_and_slopes_that_require_grad(call: Call, name: str) -> None:
 
 
 @EVERYWHERE
-def test_dropout_is_a_gap(call: Call) -> None:
-    call.changed(dropout_p=0.1).raises(NotImplementedError, r"\bdropout_p\b")
-
-
-@EVERYWHERE
 def test_neutral_options_are_no_gap(call: Call) -> None:
     call.changed(softcap=0.0, sinks=None, alibi_slopes=None, dropout_p=0.0, deterministic=True, config=None)
     check(call(), None, call.q, call.k, call.v)

@@ -368,7 +368,7 @@ X = torch.randn(40, 4, 16)
         (ValueError, "softcap: -1", {"softcap": -1.0}),
         (ValueError, r"out: shape \(40, 4, 16\); must be \(40, 4, 8\)", {"out": torch.zeros(40, 4, 16)}),
         (TypeError, "out: dtype torch.float64|out: dtype", {"out": torch.zeros(40, 4, 8, dtype=torch.float64)}),
-        (NotImplementedError, "dropout_p", {"dropout_p": 0.5}),
+        (ValueError, r"dropout_p: 1\.0; must lie in \[0, 1\)", {"dropout_p": 1.0}),
         (NotImplementedError, "config", {"config": object()}),
     ],
 )

@@ -32,35 +32,54 @@ FLASHMSA_CPU_TARGET inline void find_lse(const BlockTask<T>& task, BackwardScrat
   }
 }
 
-// delta and lse of the block's rows, and which of them have gradients: without a key, or with logits of -inf alone, none.
+// Whether a row had no key, or logits of -inf alone: only then is lse the sink, or -inf, and the result 0.
+template <class T>
+FLASHMSA_CPU_TARGET inline bool is_empty(const BlockTask<T>& task, int32_t row) {
+  const float lse = task.lse.data[row * task.lse.stride];
+  if (task.sink == nullptr || lse == kMinusInfinity<float>) return lse == kMinusInfinity<float>;
+  if (lse != *task.sink) return false;
+  const T* out = task.out.data + row * task.out.stride;
+  for (int32_t c = 0; c < task.head_dim_v; ++c) {
+    if (widen(out[c]) != 0) return false;
+  }
+  return true;
+}
+
+// rowsum(dO * O) of one row.
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET inline Acc weigh_result(const T* out, const Acc* dout, int32_t columns) {
+  Acc sum = 0;
+  for (int32_t first = 0; first < columns; first += kTermsAtOnce) {
+    Acc part = 0;
+    for (int32_t c = first; c < min_of(first + kTermsAtOnce, columns); ++c) part += dout[c] * widen(out[c]);
+    sum += part;
+  }
+  return sum;
+}
+
+// What the block's rows hold, their delta and lse, and which of them have gradients: empty ones have none.
 template <class T, class Acc>
 FLASHMSA_CPU_TARGET inline void begin_backward(const BackwardTask<T>& task, BackwardScratch<Acc>& scratch) {
   const BlockTask<T>& forward = task.forward;
+  const int32_t padded_dim_v = scratch.block.padded_dim_v;
   load_columns(forward.q, forward.rows, forward.head_dim, static_cast<Acc*>(scratch.block.q));
   load_columns(task.dout, forward.rows, forward.head_dim_v, static_cast<Acc*>(scratch.dout_columns));
-  std::fill_n(static_cast<Acc*>(scratch.lse), kBlockQ, kMinusInfinity<Acc>);
   find_lse(forward, scratch);
   load_rows(forward.q, 0, forward.rows, forward.head_dim, static_cast<Acc*>(scratch.q), scratch.padded_dim);
-  load_rows(task.dout, 0, forward.rows, forward.head_dim_v, static_cast<Acc*>(scratch.dout),
-            scratch.block.padded_dim_v);
+  load_rows(task.dout, 0, forward.rows, forward.head_dim_v, static_cast<Acc*>(scratch.dout), padded_dim_v);
   std::fill_n(static_cast<Acc*>(scratch.dq), kBlockQ * scratch.padded_dim, Acc(0));
-  for (int32_t row = 0; row < kBlockQ; ++row) {
-    scratch.live[row] = row < forward.rows && scratch.lse[row] != kMinusInfinity<Acc>;
+  std::fill_n(static_cast<Acc*>(scratch.delta), kBlockQ, Acc(0));
+  std::fill_n(scratch.live, kBlockQ, false);
+  for (int32_t row = 0; row < forward.rows; ++row) {
+    scratch.live[row] = !is_empty(forward, row);
     Acc delta = 0;
     if (scratch.live[row]) {
       const T* out = forward.out.data + row * forward.out.stride;
-      const Acc* dout = scratch.dout + row * scratch.block.padded_dim_v;
-      for (int32_t first = 0; first < forward.head_dim_v; first += kTermsAtOnce) {
-        Acc part = 0;
-        for (int32_t c = first; c < min_of(first + kTermsAtOnce, forward.head_dim_v); ++c) {
-          part += dout[c] * widen(out[c]);
-        }
-        delta += part;
-      }
-      if (task.dlse.data != nullptr) delta -= task.dlse.data[row * task.dlse.stride];
+      delta = weigh_result(out, static_cast<const Acc*>(scratch.dout + row * padded_dim_v), forward.head_dim_v);
     }
+    if (task.dlse.data != nullptr) delta -= task.dlse.data[row * task.dlse.stride];
     scratch.delta[row] = delta;
-    if (row < forward.rows) task.delta[row] = static_cast<float>(delta);
+    task.delta[row] = static_cast<float>(delta);
   }
 }
 

@@ -28,6 +28,7 @@ except ImportError as error:
     ) from error
 
 from .checked import check
+from .dropout import dropout_mask
 from .explain import Explanation, explain
 from .masks import (
     BlockSparse,
@@ -63,6 +64,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "check",
+    "dropout_mask",
     "explain",
     "merge_states",
     "reference",

@@ -39,7 +39,10 @@ struct Dropout {
   uint32_t threshold = 0;  // 0: nothing is dropped
 
   // What kept weights are multiplied by, so that their expectation stays: one over the realised rate of kept draws.
-  FLASHMSA_HD constexpr float keep_scale() const { return 65536.f / static_cast<float>(65536u - threshold); }
+  template <class T = float>
+  FLASHMSA_HD constexpr T keep_scale() const {
+    return T(65536) / static_cast<T>(65536u - threshold);
+  }
 
   // Eight draws with one call: queries {i, i + 8} x keys {j, j + 1, j + 8, j + 9} for the i with i % 16 < 8 and the
   // even j with j % 16 < 8 of their group, which is what one thread holds of a 16 x 16 part of a wgmma's result. Query i

@@ -112,7 +112,8 @@ def test_a_native_backend_asked_for_by_name_names_the_gap() -> None:
         attention(q, k, v, BUCKETS, backend="cpu", alibi_slopes=torch.ones(6))
     with pytest.raises(NotImplementedError, match=r"alibi_slopes: .*HashBucket.*torch"):
         kind, ints, tensors = BUCKETS._lower()
-        torch.ops.flashmsa.attention(q, k, v, kind, ints, tensors, None, 0.0, None, torch.ones(6), False)
+        options = (None, 0.0, None, torch.ones(6), 0.0, None, False, False)
+        torch.ops.flashmsa.attention(q, k, v, kind, ints, tensors, *options)
 
 
 def test_backends_of_other_devices() -> None:
@@ -156,10 +157,11 @@ def test_capability_and_build_are_reasons(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gradients_do_not_change_the_backend() -> None:
     q, k, v = make()
+    expected = attention(q, k, v, Causal())
     q.requires_grad_()
-    with pytest.raises(NotImplementedError, match="q: requires grad"):
-        attention(q, k, v)
-    with pytest.raises(NotImplementedError, match="q: requires grad"):
+    out = attention(q, k, v, Causal())
+    assert torch.equal(out, expected) and "FlashmsaAttention" in out.grad_fn.name()
+    with pytest.raises(NotImplementedError, match="q: requires grad.* out="):
         attention(q, k, v, Causal(), return_lse=True, out=torch.empty(2, 6, 37, 24))
 
 
@@ -604,7 +606,7 @@ def test_opcheck(mask: Mask, with_options: bool, device: str) -> None:
     q, k, v = (x.to(device, dtype) for x in make())
     slopes = None if mask is BUCKETS else torch.rand(2, 6, device=device)
     given = (-0.3, 2.0, torch.randn(6, device=device), slopes) if with_options else (None, 0.0, None, None)
-    args = (q, k, v, *lowered(mask, device), *given, with_options)
+    args = (q, k, v, *lowered(mask, device), *given, 0.0, None, False, with_options)
     torch.library.opcheck(torch.ops.flashmsa.attention.default, args)
     out = torch.empty(2, 6, 37, 24, device=device, dtype=dtype)
     torch.library.opcheck(torch.ops.flashmsa.attention.out, args, {"out": out})

@@ -14,25 +14,8 @@
 
 namespace flashmsa::cpu::FLASHMSA_CPU_ISA {
 
-// lse of the block's rows. The forward pass kept it in fp32, too coarse for fp64, whose sums are made again.
-template <class T, class Acc>
-FLASHMSA_CPU_TARGET inline void find_lse(const BlockTask<T>& task, BackwardScratch<Acc>& scratch) {
-  Acc* lse = scratch.lse;
-  for (int32_t row = 0; row < task.rows; ++row) lse[row] = task.lse.data[row * task.lse.stride];
-  if constexpr (std::is_same_v<Acc, double>) {
-    Scratch<Acc>& block = scratch.block;
-    begin_rows(block);
-    for (TileStep step : task.plan->steps) attend_tile(task, step, block);
-    for (int32_t row = 0; row < task.rows; ++row) {
-      const Acc sink = task.sink == nullptr ? kMinusInfinity<Acc> : static_cast<Acc>(*task.sink);
-      const Acc top = block.top[row], sum = block.sum[row], highest = max_of(top, sink);
-      if (sum == Acc(0) || highest == kMinusInfinity<Acc>) continue;  // what the forward pass left is exact
-      lse[row] = highest + std::log(sum * std::exp(top - highest) + std::exp(sink - highest));
-    }
-  }
-}
-
-// Whether a row had no key, or logits of -inf alone: only then is lse the sink, or -inf, and the result 0.
+// Whether a row had no key, or logits of -inf alone: then lse is the sink, or -inf, and the result 0. (Also said of a row
+// whose weights the sink makes vanish in fp32 and whose result is 0.)
 template <class T>
 FLASHMSA_CPU_TARGET inline bool is_empty(const BlockTask<T>& task, int32_t row) {
   const float lse = task.lse.data[row * task.lse.stride];
@@ -43,6 +26,29 @@ FLASHMSA_CPU_TARGET inline bool is_empty(const BlockTask<T>& task, int32_t row) 
     if (widen(out[c]) != 0) return false;
   }
   return true;
+}
+
+// lse of the block's rows; -inf, sink or not, where a row is empty or does not exist. What the forward pass kept in fp32
+// is too coarse for fp64, whose sums are made again.
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET inline void find_lse(const BlockTask<T>& task, BackwardScratch<Acc>& scratch) {
+  Acc* lse = scratch.lse;
+  std::fill_n(lse, kBlockQ, kMinusInfinity<Acc>);
+  if constexpr (std::is_same_v<Acc, double>) {
+    Scratch<Acc>& block = scratch.block;
+    begin_rows(block);
+    for (TileStep step : task.plan->steps) attend_tile(task, step, block);
+    const Acc sink = task.sink == nullptr ? kMinusInfinity<Acc> : static_cast<Acc>(*task.sink);
+    for (int32_t row = 0; row < task.rows; ++row) {
+      const Acc top = block.top[row], sum = block.sum[row], highest = max_of(top, sink);
+      if (sum == Acc(0)) continue;
+      lse[row] = highest + std::log(sum * std::exp(top - highest) + std::exp(sink - highest));
+    }
+  } else {
+    for (int32_t row = 0; row < task.rows; ++row) {
+      if (!is_empty(task, row)) lse[row] = task.lse.data[row * task.lse.stride];
+    }
+  }
 }
 
 // rowsum(dO * O) of one row.
@@ -71,7 +77,7 @@ FLASHMSA_CPU_TARGET inline void begin_backward(const BackwardTask<T>& task, Back
   std::fill_n(static_cast<Acc*>(scratch.delta), kBlockQ, Acc(0));
   std::fill_n(scratch.live, kBlockQ, false);
   for (int32_t row = 0; row < forward.rows; ++row) {
-    scratch.live[row] = !is_empty(forward, row);
+    scratch.live[row] = scratch.lse[row] != kMinusInfinity<Acc>;
     Acc delta = 0;
     if (scratch.live[row]) {
       const T* out = forward.out.data + row * forward.out.stride;

@@ -86,6 +86,11 @@ FLASHMSA_CPU_TARGET inline void begin_backward(const BackwardTask<T>& task, Back
     if (task.dlse.data != nullptr) delta -= task.dlse.data[row * task.dlse.stride];
     scratch.delta[row] = delta;
     task.delta[row] = static_cast<float>(delta);
+    if (task.sink_terms == nullptr) continue;
+    // An empty row's lse is the sink.
+    const double sink = *forward.sink;
+    const double share = scratch.live[row] ? std::exp(sink - scratch.lse[row]) : 1.0;
+    task.sink_terms[row] = sink == kMinusInfinity<double> ? 0.0 : share * delta;
   }
 }
 

@@ -135,6 +135,7 @@ struct BackwardTask {
   Rows<const float> dlse;  // the same; data null: zero
   Rows<T> dq;  // the same
   float* delta;  // the same
+  double* sink_terms;  // the same; null: not wanted
   AccumulateType<T>*dk, *dv;  // from key 0, rows of padded_dim and padded_dim_v elements: summed into
 };
 

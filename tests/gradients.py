@@ -203,16 +203,19 @@ def extra_limit(
 
     The lse that backward gets is fp32 by contract. Its rounding scales a row's weights by 1 + eps |lse|, which in fp32
     counts beside the rule's yardstick, whose softmax has none. float64 cannot judge itself: n roundings err by n units
-    of the sum of magnitudes. Gradients of sinks are fp32, the expected ones too.
+    of the sum of magnitudes. Gradients of sinks come from that lse and an fp32 delta in every dtype, and are fp32, the
+    expected ones too.
     """
+    lse = expected["lse"]
+    row = torch.finfo(torch.float32).eps * max(1.0, largest(lse.masked_fill(~lse.isfinite(), 0.0)))
     most = largest(sums[name])
-    of_sinks = ulp(largest(expected[name].nan_to_num(0.0)), torch.float32) if name == "dsinks" else 0.0
+    of_sinks = 0.0
+    if name == "dsinks":
+        of_sinks = ulp(largest(expected[name].nan_to_num(0.0)), torch.float32) + 2.0 * row * most
     if q.dtype == torch.float64:
         n = 2 * (q.shape[2] * q.shape[1] + k.shape[2] + q.shape[3] + v.shape[3])
         return 0.0, n * torch.finfo(torch.float64).eps * most + of_sinks
-    lse = expected["lse"]
-    row = torch.finfo(torch.float32).eps * max(1.0, largest(lse.masked_fill(~lse.isfinite(), 0.0)))
-    return 2.0 * row * most if q.dtype == torch.float32 and name != "out" else of_sinks, None
+    return 2.0 * row * most if q.dtype == torch.float32 and name not in ("out", "dsinks") else of_sinks, None
 
 
 def run_and_check_backward(

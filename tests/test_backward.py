@@ -139,7 +139,7 @@ def test_every_kernel(dtype: torch.dtype, dims: tuple[int, int], family: str) ->
         run_and_check_backward(target, q, k, v, mask_for(family, 2, *lengths, heads=heads))
 
 
-@pytest.mark.parametrize("target", targets(auto=True))
+@pytest.mark.parametrize("target", targets(auto=True, composed=False))
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_head_dim(target: Target, dim: int) -> None:
     q, k, v = make_qkv(target, 1, (2, 1), 65, 131, dim)
@@ -160,7 +160,9 @@ def test_value_dim_differs(target: Target, dims: tuple[int, int]) -> None:
 LENGTHS = [(1, 257), (129, 1), (15, 128), (63, 65), (64, 64), (65, 63), (127, 129), (128, 128), (129, 127), (193, 192)]
 
 
-@pytest.mark.parametrize(("target", "family"), by_family(targets(dtypes=(torch.float32, torch.bfloat16))))
+@pytest.mark.parametrize(
+    ("target", "family"), by_family(targets(composed=False, dtypes=(torch.float32, torch.bfloat16)))
+)
 @pytest.mark.parametrize("lengths", LENGTHS, ids="{0[0]}x{0[1]}".format)
 def test_lengths(target: Target, lengths: tuple[int, int], family: str) -> None:
     # Of one row or key each, so many heads that the rule's yardstick is no draw of chance.

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import _C, torch_backend
@@ -191,7 +190,9 @@ def _why_not(other: str, named: str | None, q: Tensor, wanted: Wanted) -> str:
 
 
 def _kernel(q: Tensor, v: Tensor, wanted: Wanted) -> dict[str, Any] | None:
-    return _C.find_kernel(wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout)
+    return _C.find_kernel(
+        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout
+    )
 
 
 def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> tuple[int, int] | None:

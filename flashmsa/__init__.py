@@ -27,6 +27,7 @@ except ImportError as error:
         "flashmsa is hidden by the sources in the current directory: leave the checkout to use it"
     ) from error
 
+from . import nn
 from .checked import check
 from .dropout import dropout_mask
 from .explain import Explanation, explain
@@ -45,6 +46,7 @@ from .masks import (
 from .merge import merge_states
 from .ops import attention
 from .reference import reference
+from .rope import Rope, apply_rope, rope_tables
 from .varlen import attention_varlen
 
 __version__ = "0.1.0"
@@ -60,12 +62,16 @@ __all__ = [
     "Intersection",
     "Mask",
     "PrefixLM",
+    "Rope",
     "SlidingWindow",
+    "apply_rope",
     "attention",
     "attention_varlen",
     "check",
     "dropout_mask",
     "explain",
     "merge_states",
+    "nn",
     "reference",
+    "rope_tables",
 ]

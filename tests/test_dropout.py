@@ -236,7 +236,9 @@ def test_masked_nan_stays_untouched(target: Target) -> None:
     q, k, v = make_qkv(target, 2, (4, 2), 150, 200, 64)
     mask = document(0, 60, 150, kv=(0, 90, 150), causal=True)
     k[:, :, 150:], v[:, :, 150:] = math.nan, math.inf
-    v[1, 0, 70] = math.nan
+    k[1, 0, 70] = math.nan
+    # A dropped weight is 0, and 0 times a NaN that may be seen is NaN.
+    v[0, 1, 20] = math.nan
     d_out, d_lse = grad_like(q, v)
     found = run_backward(target, q, k, v, mask, d_out, d_lse, dropout_p=0.5, seed=2)
     check_gradients(found, q, k, v, mask, d_out, d_lse, dropout_p=0.5, seed=2)

@@ -43,6 +43,7 @@ from .masks import (
 )
 from .merge import merge_states
 from .ops import attention
+from .paged import PagedExplanation, append_kv, explain_paged, gather_pages, paged_attention, paged_workspace
 from .reference import reference
 from .varlen import attention_varlen
 
@@ -58,12 +59,18 @@ __all__ = [
     "HashBucket",
     "Intersection",
     "Mask",
+    "PagedExplanation",
     "PrefixLM",
     "SlidingWindow",
+    "append_kv",
     "attention",
     "attention_varlen",
     "check",
     "explain",
+    "explain_paged",
+    "gather_pages",
     "merge_states",
+    "paged_attention",
+    "paged_workspace",
     "reference",
 ]

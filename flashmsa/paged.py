@@ -112,9 +112,14 @@ def paged_attention(
         _check_values(call)
     chosen, reason = call.resolve(backend)
     if chosen == "torch":
+        call.refuse_gradients()
+        if batch_invariant:
+            raise NotImplementedError(
+                "batch_invariant: the 'torch' backend's sums depend on what is in the batch; must be False there"
+                f"{'' if reason is None else f', which runs because of: {reason}'}"
+            )
         if reason is not None:
             warn_once(reason)
-        call.refuse_gradients()
         if not ops._is_dynamo_compiling():
             call.path()  # for its checks
         result = paged_composed.attention(*call[:5], lowered=call.lowered, **call.options())
@@ -341,7 +346,7 @@ class _Call(NamedTuple):
         """The backend to run, and where that is ``torch`` by default, why."""
         chosen, reason = ops._resolve(backend, self.q, self.wanted)
         # What may find no kernel: see two_stage_gap in csrc/binding/paged_cuda.cpp.
-        rare = self.query_pages is not None or self.tree_mask is not None or self.batch_invariant
+        rare = (self.query_pages is not None or self.tree_mask is not None) and not self.batch_invariant
         if chosen == "sm90" and backend is None and rare and not ops._is_dynamo_compiling():
             path = self.path()
             if path is not None and path["path"] == "":

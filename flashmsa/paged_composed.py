@@ -251,7 +251,10 @@ def _attend(
     """out (B, Hq, len_q, Dv) and lse (B, Hq, len_q), in the dtype of the computation; the steps of torch_backend."""
     dtype = _compute_dtype(q)
     k, v = k.to(dtype), v.to(dtype)
-    finite = _known_finite(v)
+    # NOTE: a broadcast product would lay out a copy like this by itself, but transposed, and sum single rows less exactly.
+    keys = k[:, :, None].expand(-1, -1, q.shape[1] // max(1, k.shape[1]), -1, -1).contiguous()
+    # NOTE: a trace cannot look.
+    finite = not torch.compiler.is_compiling() and _known_finite(v)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
     sink = None if sinks is None else _per_head(sinks, k.shape[1]).to(dtype)
@@ -259,7 +262,7 @@ def _attend(
     for first in range(0, q.shape[2], step):
         part = slice(first, min(first + step, q.shape[2]))
         allowed = rows.allowed(part, k.shape[2])[:, None, None]
-        s = (_group(q[:, :, part].to(dtype), k) @ k[:, :, None].mT) * scale
+        s = (_group(q[:, :, part].to(dtype), k) @ keys.mT) * scale
         s = softcap * torch.tanh(s / softcap) if softcap > 0.0 else s
         if slopes is not None:
             key = torch.arange(k.shape[2], device=q.device)

@@ -133,11 +133,16 @@ def paged_attention(
 def paged_workspace(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor | None, **options: Any) -> Tensor:
     """Device memory for ``paged_attention(..., workspace=)`` of the same arguments: uint8, on q's device.
 
-    Its size depends on shapes, dtypes and ``num_splits`` alone, never on what lengths and tables hold: a workspace made
-    for the tensors that a CUDA graph is captured with serves every replay. Kernels leave nothing in it, so that calls
+    Its size depends on shapes, dtypes and options alone, never on what lengths and tables hold: a workspace made for
+    the tensors that a CUDA graph is captured with serves every replay. Kernels leave nothing in it, so that calls
     one after another on a stream can share one; calls on two streams need one each. Empty where nothing is needed: on
     the CPU, and for the composed backend. A call that goes through a dense copy of the pages (``explain_paged`` says
     so) takes memory for that from torch's allocator all the same.
+
+    Decode keeps (Dv + 2) * 4 bytes for each part of a sequence and each of the up to 64 query rows of a kv head that a
+    thread block takes. There are at most two parts for each of up to two thread blocks an SM; with ``num_splits``, or
+    the 32 parts of ``batch_invariant``, B * Hkv * parts. Besides a few words for each sequence and listed page. Prefill
+    keeps a plan: a few words for each tile of query rows, and the sorted ``query_pages``.
     """
     options.pop("return_lse", None)
     explanation = explain_paged(q, k_pages, v_pages, block_table, options.pop("kv_lens", None), **options)
@@ -346,8 +351,15 @@ class _Call(NamedTuple):
         """The backend to run, and where that is ``torch`` by default, why."""
         chosen, reason = ops._resolve(backend, self.q, self.wanted)
         # What may find no kernel: see two_stage_gap in csrc/binding/paged_cuda.cpp.
-        rare = (self.query_pages is not None or self.tree_mask is not None) and not self.batch_invariant
-        if chosen == "sm90" and backend is None and rare and not ops._is_dynamo_compiling():
+        by_sequence = self.alibi_slopes is not None and self.alibi_slopes.dim() == 2
+        rare = self.query_pages is not None or self.tree_mask is not None or by_sequence
+        if (
+            chosen == "sm90"
+            and backend is None
+            and rare
+            and not self.batch_invariant
+            and not ops._is_dynamo_compiling()
+        ):
             path = self.path()
             if path is not None and path["path"] == "":
                 return "torch", path["reason"]

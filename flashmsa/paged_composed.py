@@ -251,7 +251,7 @@ def _attend(
     """out (B, Hq, len_q, Dv) and lse (B, Hq, len_q), in the dtype of the computation; the steps of torch_backend."""
     dtype = _compute_dtype(q)
     k, v = k.to(dtype), v.to(dtype)
-    # NOTE: a broadcast product would lay out a copy like this by itself, but transposed, and sum single rows less exactly.
+    # NOTE: a broadcast product would make a copy like this by itself, but transposed, and sum single rows less exactly.
     keys = k[:, :, None].expand(-1, -1, q.shape[1] // max(1, k.shape[1]), -1, -1).contiguous()
     # NOTE: a trace cannot look.
     finite = not torch.compiler.is_compiling() and _known_finite(v)

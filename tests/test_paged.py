@@ -151,7 +151,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(target: Target, name: str) -> None:
     cache = make_cache(target, [150, 64, 70], 16, 2, 64)
-    for len_q in (1, 6, 80):
+    for len_q in (1, 6, 140):
         run_and_check(target, queries(target, 3, 4, len_q, 64), cache, MASKS[name])
 
 
@@ -177,20 +177,31 @@ def test_options(target: Target, name: str) -> None:
         "all": Options(2.0, sinks, slopes),
     }[name]
     cache = make_cache(target, [150, 5, 0], 16, 2, 64)
-    for len_q, mask in ((1, CAUSAL), (7, WINDOW), (70, CAUSAL), (70, WINDOW)):
+    for len_q, mask in ((1, CAUSAL), (7, WINDOW), (140, CAUSAL), (140, WINDOW)):
         run_and_check(target, queries(target, batch, heads, len_q, 64), cache, mask, options)
+
+
+@pytest.mark.parametrize("target", [*ONE_EACH[:2], ONE_EACH[4]])
+def test_slopes_and_prefixes_by_sequence(target: Target) -> None:
+    """Together, padded and packed: where no kernel has them the default backend is another."""
+    cache = make_cache(target, [150, 64, 90], 16, 2, 64)
+    slopes = Options(slopes=torch.rand(3, 4, device=target.device))
+    q, cuts = packed(target, [50, 64, 1], 4, 64)
+    mask = Prefixes("prefix", prefixes=(0, 70, 9))
+    run_packed_and_check(target, q, cuts, cache, mask, slopes)
+    run_and_check(target, queries(target, 3, 4, 60, 64), cache, mask, slopes)
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.7])
 def test_scales(target: Target, scale: float) -> None:
     cache = make_cache(target, [150, 64, 1], 64, 1, 64)
-    for len_q in (1, 40):
+    for len_q in (1, 70):
         run_and_check(target, queries(target, 3, 4, len_q, 64), cache, scale=scale)
 
 
 @FEW
-@pytest.mark.parametrize("len_q", [1, 40])
+@pytest.mark.parametrize("len_q", [1, 140])
 def test_visible_nan(target: Target, len_q: int) -> None:
     """NaN in a value gives NaN in the rows that see it alone; NaN in a query in its row alone."""
     cache = make_cache(target, [100, 100], 16, 2, 64)
@@ -318,7 +329,7 @@ def test_tree_words_and_shared_trees(target: Target) -> None:
 
 
 @FEW
-@pytest.mark.parametrize("len_q", [1, 50])
+@pytest.mark.parametrize("len_q", [1, 140])
 def test_out_of_range_entries_stay_in_bounds(target: Target, len_q: int) -> None:
     """Unchecked, an entry within a length is clamped into the pool, and a length into the table."""
     cache = make_cache(target, [100, 90], 16, 2, 64)
@@ -405,7 +416,7 @@ def test_layouts_of_pools(target: Target) -> None:
         (layers[1], layers[2]),
     ):
         assert not pools[0].is_contiguous() or pools[0].storage_offset()
-        for len_q in (1, 50):
+        for len_q in (1, 140):
             q = queries(target, 2, 4, len_q, 64)
             other = Cache(*pools, table, lens, cache.k, cache.v)
             run_and_check(target, q, other)
@@ -418,7 +429,7 @@ def test_layouts_of_pools(target: Target) -> None:
 def test_layouts_of_queries(target: Target) -> None:
     """A view of (B, S, H, D) gives its own memory order back; a slice of packed qkv; expanded heads."""
     cache = make_cache(target, [100, 37], 16, 2, 64)
-    for len_q in (2, 50):
+    for len_q in (2, 140):
         q = queries(target, 2, 4, len_q, 64)
         inside = q.transpose(1, 2).contiguous().transpose(1, 2)
         out, _ = run_and_check(target, inside, cache)
@@ -714,6 +725,9 @@ def test_paths_explained(target: Target) -> None:
     lists = torch.zeros(2, 2, 4, dtype=torch.int32, device=target.device)
     assert path(200, query_pages=lists) == "prefill"
     assert path(200, query_pages=lists, softcap=2.0) == "composed"
+    tree = torch.eye(16, dtype=torch.bool, device=target.device)[None]
+    many = flashmsa.explain_paged(queries(target, 2, 64, 16, 128), *cache.arguments(), tree_mask=tree)
+    assert many.path == "decode" and many.runs
     with pytest.raises(NotImplementedError, match="query_pages"):
         flashmsa.paged_attention(
             queries(target, 2, 8, 200, 128), *cache.arguments(), query_pages=lists, softcap=2.0, backend="sm90"

@@ -55,7 +55,7 @@ class Workspace {
   void* data_ = nullptr;
 };
 
-// The kernels take a positive scale. A negative one moves into q, and zero makes q zero: NaN and inf in it stay NaN.
+// For kernels that take a positive scale; decode takes any. A negative one moves into q, and zero makes q zero: NaN and inf in it stay NaN.
 void make_scale_positive(PagedCall& call) {
   PagedParams& p = call.params;
   const float scale = static_cast<float>(p.scale);
@@ -72,7 +72,55 @@ Tensor view_of(const T* data, at::IntArrayRef sizes, const at::TensorOptions& op
   return at::for_blob(const_cast<T*>(data), sizes).options(options).target_device(options.device()).make_tensor();
 }
 
+// ---- Decode, head by head of a group
+
+// Of a group of query heads that make too many rows for a decode kernel together, number `head` alone. `held` keeps copies
+// of what has no stride.
+PagedParams one_of_group(const PagedParams& p, int32_t head, const at::TensorOptions& options,
+                         std::vector<Tensor>& held) {
+  const int64_t group = p.heads_q / p.heads_kv;
+  const auto every = [&](TensorRef& rows) {
+    constexpr int64_t kBytes = 2;  // only half types have kernels
+    rows.data = static_cast<char*>(rows.data) + head * rows.stride_head * kBytes;
+    rows.stride_head *= group;
+  };
+  const auto copy = [&](const float* values, int64_t batch) {
+    return held.emplace_back(view_of(values, {batch, p.heads_kv, group}, options).select(2, head).contiguous())
+        .const_data_ptr<float>();
+  };
+  PagedParams one = p;
+  one.heads_q = p.heads_kv;
+  every(one.q);
+  every(one.out);
+  if (p.lse != nullptr) one.lse += head * p.lse_stride_head;
+  one.lse_stride_head *= group;
+  if (p.sinks != nullptr) one.sinks = copy(p.sinks, 1);
+  if (p.alibi_slopes != nullptr) {
+    one.alibi_slopes = copy(p.alibi_slopes, p.alibi_stride_batch != 0 ? p.batch : 1);
+    one.alibi_stride_batch = p.alibi_stride_batch != 0 ? p.heads_kv : 0;
+  }
+  return one;
+}
+
+// What kernel and workspace depend on is the same for every head.
+PagedParams sized_as_one(const PagedParams& p) {
+  PagedParams one = p;
+  one.heads_q = p.heads_kv;
+  return one;
+}
+
+// Whether that is the way: trees have no other kernels.
+bool goes_head_by_head(const PagedParams& p) {
+  return p.tree_bits != nullptr && decode::find_kernel(sized_as_one(p)) != nullptr;
+}
+
 // ---- Two stages: the pages copied to dense keys and values, then the forward kernel over documents, one a sequence
+
+// Whether sequences are laid one after another: as they come so, or since prefixes by tensor are one per document, and
+// documents by batch have no number of their own.
+bool runs_packed(const PagedParams& p) {
+  return p.cu_seqlens_q != nullptr || p.band.prefixes[0] != nullptr || p.band.prefixes[1] != nullptr;
+}
 
 // Why the forward kernel cannot follow a gather; null where it can.
 const char* two_stage_gap(const PagedParams& p) {
@@ -81,7 +129,10 @@ const char* two_stage_gap(const PagedParams& p) {
     return "query_pages: no fused kernel serves this page_size, head_dim, query_block (a multiple of 64 is served), "
            "softcap or alibi_slopes";
   }
-  if (p.batch_invariant && p.cu_seqlens_q != nullptr) {
+  if (p.alibi_slopes != nullptr && p.alibi_stride_batch != 0 && runs_packed(p)) {
+    return "alibi_slopes: no kernel has slopes by sequence with packed queries, or prefixes by tensor";
+  }
+  if (p.batch_invariant && runs_packed(p)) {
     return "batch_invariant: no fused kernel serves this call, and gathered packed sequences share tiles";
   }
   if (p.dtype != DType::kF16 && p.dtype != DType::kBF16) return "q: only torch.float16 and torch.bfloat16 have kernels";
@@ -153,9 +204,6 @@ void set_packed(Gathered& g, const PagedParams& p, int64_t length, const at::Ten
   a.mask.num_documents = p.batch;
   a.mask.kv_used = p.kv_lens;
 }
-
-// Prefixes by tensor are one per document, and documents by batch have no number of their own: packed instead.
-bool has_prefix_tensors(const BandArgs& band) { return band.prefixes[0] != nullptr || band.prefixes[1] != nullptr; }
 
 Gathered gather(const PagedCall& call) {
   const PagedParams& p = call.params;
@@ -254,7 +302,7 @@ void attend_two_stage(const PagedCall& call, const Tensor& out, const Tensor& ls
     attend_gathered(call);
     return clear_outside(call);
   }
-  if (!has_prefix_tensors(p.band)) return attend_gathered(call);
+  if (!runs_packed(p)) return attend_gathered(call);
   Tensor packed_out, packed_lse;
   attend_gathered(pack(call, packed_out, packed_lse));
   const int64_t batch = p.batch, length = p.len_q;
@@ -289,6 +337,11 @@ PagedPath CudaPaged::path(const PagedParams& p, int32_t num_sms) {
     path.kernel = kernel->name;
     path.reason = "many query rows for a kv head: tiles of rows, keys read from their pages";
     path.workspace_bytes = static_cast<int64_t>(prefill::workspace_size(p, num_sms));
+  } else if (goes_head_by_head(p)) {
+    path.path = "decode";
+    path.kernel = decode::find_kernel(sized_as_one(p))->name;
+    path.reason = "a tree over many query rows of a kv head: the query heads of a group one after another";
+    path.workspace_bytes = static_cast<int64_t>(decode::workspace_size(sized_as_one(p), num_sms));
   } else if (const char* gap = two_stage_gap(p)) {
     path.reason = gap;
   } else {
@@ -299,7 +352,6 @@ PagedPath CudaPaged::path(const PagedParams& p, int32_t num_sms) {
 }
 
 void CudaPaged::attend(PagedCall& call, const Tensor& out, const Tensor& lse, const std::optional<Tensor>& given) {
-  make_scale_positive(call);
   const PagedParams& p = call.params;
   const at::Device device = call.q.device();
   const int32_t num_sms = num_sms_of(device);
@@ -307,11 +359,20 @@ void CudaPaged::attend(PagedCall& call, const Tensor& out, const Tensor& lse, co
     const Workspace workspace(decode::workspace_size(p, num_sms), given);
     decode::paged_decode(p, workspace.get(), num_sms, stream_of(device));
   } else if (prefill::find_kernel(p) != nullptr) {
+    make_scale_positive(call);
     const Workspace workspace(prefill::workspace_size(p, num_sms), given);
     prefill::paged_prefill(p, workspace.get(), num_sms, stream_of(device));
+  } else if (goes_head_by_head(p)) {
+    const Workspace workspace(decode::workspace_size(sized_as_one(p), num_sms), given);
+    const at::TensorOptions floats = call.q.options().dtype(at::kFloat);
+    for (int32_t head = 0; head < p.heads_q / p.heads_kv; ++head) {
+      const PagedParams one = one_of_group(p, head, floats, call.held);
+      decode::paged_decode(one, workspace.get(), num_sms, stream_of(device));
+    }
   } else {
     const char* gap = two_stage_gap(p);
     TORCH_CHECK_NOT_IMPLEMENTED(gap == nullptr, gap, "; backend=\"torch\" runs it");
+    make_scale_positive(call);
     attend_two_stage(call, out, lse);
   }
 }

@@ -524,7 +524,11 @@ def _check_on_meta(name: str, arguments: tuple[Any, ...]) -> None:
     devices = {x.device for x in arguments if isinstance(x, Tensor)}
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on {', '.join(sorted(map(str, devices)))}; all on one device")
-    described = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in arguments]
+    # NOTE: Tensor.to does not keep the strides of a tensor with gaps.
+    described = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+        for x in arguments
+    ]
     with torch.no_grad():
         getattr(torch.ops.flashmsa, name).default(*described)
 

@@ -73,7 +73,7 @@ def append(
     page = block_table[batch, logical.clamp(max=block_table.shape[1] - 1)].long()
     kept = kept & (page >= 0) & (page < pages)
     if cos is not None:
-        k_new = _rotate(k_new, cos, sin, position, interleaved)
+        k_new = rotate(k_new, cos, sin, position, interleaved)
     # NOTE: tokens without a place write what the first one with a place does, there; where there is none, what was
     # there before. So nothing has to be left out, which would take a look at the device.
     leader = kept.byte().argmax()
@@ -85,7 +85,7 @@ def append(
         cache[page, slot] = torch.where(any_kept, new[source], cache[0, 0])
 
 
-def _rotate(k: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
+def rotate(k: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
     """k (T, Hkv, D) turned by each token's angles, rounded once."""
     dtype = _compute_dtype(k)
     row = position.clamp(0, cos.shape[0] - 1)

@@ -28,6 +28,7 @@ except ImportError as error:
     ) from error
 
 from .checked import check
+from .dropout import dropout_mask
 from .explain import Explanation, explain
 from .masks import (
     BlockSparse,
@@ -66,6 +67,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "check",
+    "dropout_mask",
     "explain",
     "explain_paged",
     "gather_pages",

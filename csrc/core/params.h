@@ -122,6 +122,9 @@ struct AttentionParams {
   // > 0: weights are dropped as core/philox.h says, keyed by rng_state = (seed, offset), which lies where q does.
   double dropout_p = 0.0;
   const int64_t* rng_state = nullptr;
+  // Which of the caller's tokens the draws are keyed by: row i of residue r is its query first_query + r + i * token_step,
+  // keys alike; where mask.q_order is set, entry i of q_order, and of kv_order (by batch and kv head) for keys.
+  int32_t first_query = 0, first_key = 0, token_step = 1;
   MaskArgs mask;
 };
 

@@ -33,10 +33,10 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """``flash_attn.flash_attn_func``: q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); causal aligned at the end.
+    """``flash_attn.flash_attn_func``: q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv).
 
-    window_size (left, right), -1 for no bound; alibi_slopes (Hq,) or (B, Hq) float32. Returns out (B, Sq, Hq, Dv), and
-    with ``return_attn_probs`` (out, lse (B, Hq, Sq), None).
+    causal is aligned at the end; window_size (left, right), -1 for no bound; alibi_slopes (Hq,) or (B, Hq) float32.
+    Returns out (B, Sq, Hq, Dv), with ``return_attn_probs`` (out, lse (B, Hq, Sq), None).
     """
     _check_rank(4, "(batch, sequence, heads, head_dim)", q=q, k=k, v=v)
     out, lse = attention(
@@ -195,7 +195,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention`` of query (..., Hq, L, E), key and value (..., H, S, E or Ev).
+    """``torch.nn.functional.scaled_dot_product_attention``: query (..., Hq, L, E), key and value (..., H, S, E or Ev).
 
     attn_mask  bool, broadcastable to (N, Hq, L, S), True where the query may see the key: kept as blocks and bits, for
                which the device is waited for; build a ``BlockSparse.from_dense`` once instead where it stays the same.

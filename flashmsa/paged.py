@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _C, ops, paged_composed
 from .checks import check_mask, check_number, check_tensor
-from .dispatch import BACKENDS, dtype_name, reject, warn_once
+from .dispatch import BACKENDS, Wanted, dtype_name, reject, warn_once
 from .masks import Causal, Mask, lower
 from .masks.base import CAUSAL, COMPOSITE, DENSE, Lowered
 from .varlen import _check_longest
@@ -336,8 +336,8 @@ class _Call(NamedTuple):
         return {name: getattr(self, name) for name in (*names, "alibi_slopes")}
 
     @property
-    def wanted(self) -> Any:
-        return ops.wanted_of(_CAUSAL, self.softcap, self.alibi_slopes)._replace(mask_kind=COMPOSITE)
+    def wanted(self) -> Wanted:
+        return Wanted(COMPOSITE, self.softcap != 0.0, self.alibi_slopes is not None)
 
     def path(self) -> dict[str, Any] | None:
         """What would run on a GPU, see ``_C.paged_path``; checks every argument."""
@@ -505,7 +505,7 @@ def _rope_tables(rope: Any) -> tuple[Tensor | None, Tensor | None, bool]:
 
 def _resolve_cache(backend: str | None, cache: Tensor) -> str:
     """The backend that gathers from, or appends to, a cache."""
-    return ops._resolve(backend, cache, ops.wanted_of(_CAUSAL, 0.0, None))[0]
+    return ops._resolve(backend, cache, Wanted(CAUSAL, False, False))[0]
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:

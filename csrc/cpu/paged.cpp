@@ -16,35 +16,8 @@
 #include "cpu/isa.h"
 #include "mask/composite.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define FLASHMSA_CPU_X86 1
-#endif
-
-#define FLASHMSA_CPU_ISA baseline
-#define FLASHMSA_CPU_TARGET
-#define FLASHMSA_CPU_VECTOR 16
-#include "cpu/attend_block.h"
-#undef FLASHMSA_CPU_ISA
-#undef FLASHMSA_CPU_TARGET
-#undef FLASHMSA_CPU_VECTOR
-
-#if FLASHMSA_CPU_X86
-#define FLASHMSA_CPU_ISA avx2
-#define FLASHMSA_CPU_TARGET __attribute__((target("avx2,fma")))
-#define FLASHMSA_CPU_VECTOR 32
-#include "cpu/attend_block.h"
-#undef FLASHMSA_CPU_ISA
-#undef FLASHMSA_CPU_TARGET
-#undef FLASHMSA_CPU_VECTOR
-
-#define FLASHMSA_CPU_ISA avx512
-#define FLASHMSA_CPU_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#define FLASHMSA_CPU_VECTOR 64
-#include "cpu/attend_block.h"
-#undef FLASHMSA_CPU_ISA
-#undef FLASHMSA_CPU_TARGET
-#undef FLASHMSA_CPU_VECTOR
-#endif
+#define FLASHMSA_CPU_BODY "cpu/attend_block.h"
+#include "cpu/each_isa.h"
 
 namespace flashmsa::cpu {
 namespace {
@@ -72,7 +45,7 @@ Sequence find_sequence(const PagedParams& p, int32_t batch) {
 }
 
 // Rows that are computed together: row r is query first_query + r / heads, head first_head + r % heads.
-struct Place {
+struct RowBlock {
   int32_t batch, head_kv, first_head, heads, first_query, queries;
 
   int32_t rows() const { return heads * queries; }
@@ -81,13 +54,13 @@ struct Place {
 };
 
 // Of all sequences. A block's queries share a list of pages.
-std::vector<Place> find_places(const PagedParams& p) {
+std::vector<RowBlock> find_blocks(const PagedParams& p) {
   const int32_t group = p.heads_q / p.heads_kv;
   // NOTE: a block has one slope.
   const int32_t most_heads = p.alibi_slopes != nullptr ? 1 : min_of(group, kBlockQ);
   const int32_t most_queries = kBlockQ / most_heads;
   const int32_t span = p.query_pages != nullptr ? p.query_block : kUnbounded;
-  std::vector<Place> places;
+  std::vector<RowBlock> blocks;
   for (int32_t batch = 0; batch < p.batch; ++batch) {
     const int32_t len_q = find_sequence(p, batch).len_q;
     for (int32_t head_kv = 0; head_kv < p.heads_kv; ++head_kv) {
@@ -96,19 +69,19 @@ std::vector<Place> find_places(const PagedParams& p) {
         for (int64_t query = 0; query < len_q; query += queries) {
           const int64_t span_end = min_of<int64_t>(query / span * span + span, len_q);
           queries = static_cast<int32_t>(min_of<int64_t>(span_end - query, most_queries));
-          places.push_back({batch, head_kv, head_kv * group + head, min_of(most_heads, group - head),
+          blocks.push_back({batch, head_kv, head_kv * group + head, min_of(most_heads, group - head),
                             static_cast<int32_t>(query), queries});
         }
       }
     }
   }
-  return places;
+  return blocks;
 }
 
 // What the rows of a block may see.
 class Visibility {
  public:
-  Visibility(const PagedParams& p, const Sequence& s, const Place& place)
+  Visibility(const PagedParams& p, const Sequence& s, const RowBlock& place)
       : sequence_(s), heads_(place.heads), queries_(place.queries), page_size_(p.page_size) {
     AttentionParams attention;
     attention.len_q = s.len_q;
@@ -181,7 +154,7 @@ class Visibility {
     return (band & before) | (bits & key_bits({0, sequence_.len_kv}, first_key));
   }
 
-  void select_pages(const PagedParams& p, const Place& place) {
+  void select_pages(const PagedParams& p, const RowBlock& place) {
     const int32_t pages = ceil_div(sequence_.len_kv, page_size_);
     // NOTE: one more, so that a list is never taken for none.
     selected_.assign(static_cast<size_t>(pages) + 1, false);
@@ -216,7 +189,7 @@ class Visibility {
 // The code of one instruction set.
 template <class T>
 struct Code {
-  void (*load_queries)(const BlockTask<T>&, Scratch<AccumulateType<T>>&);
+  void (*load_columns)(Rows<const T>, int32_t, int32_t, AccumulateType<T>*);
   void (*attend_tile)(const BlockTask<T>&, TileStep, Scratch<AccumulateType<T>>&);
 };
 
@@ -226,12 +199,12 @@ Code<T> find_code() {
   switch (supported_isas().back()) {
 #if FLASHMSA_CPU_X86
     case Isa::kAvx512:
-      return {avx512::load_queries<T, Acc>, avx512::attend_tile<T, Acc>};
+      return {avx512::load_columns<T, Acc>, avx512::attend_tile<T, Acc>};
     case Isa::kAvx2:
-      return {avx2::load_queries<T, Acc>, avx2::attend_tile<T, Acc>};
+      return {avx2::load_columns<T, Acc>, avx2::attend_tile<T, Acc>};
 #endif
     default:
-      return {baseline::load_queries<T, Acc>, baseline::attend_tile<T, Acc>};
+      return {baseline::load_columns<T, Acc>, baseline::attend_tile<T, Acc>};
   }
 }
 
@@ -292,13 +265,13 @@ struct Bench {
 };
 
 template <class T>
-T* row_of(const TensorRef& tensor, const Sequence& s, const Place& place, int32_t row) {
+T* row_of(const TensorRef& tensor, const Sequence& s, const RowBlock& place, int32_t row) {
   return static_cast<T*>(tensor.data) + place.batch * tensor.stride_batch + place.head(row) * tensor.stride_head +
          (s.first_row + place.query(row)) * tensor.stride_seq;
 }
 
 template <class T>
-BlockTask<T> make_task(const PagedParams& p, const Sequence& s, const Place& place, Bench<T>& bench) {
+BlockTask<T> make_task(const PagedParams& p, const Sequence& s, const RowBlock& place, Bench<T>& bench) {
   using Acc = AccumulateType<T>;
   BlockTask<T> task = {};
   task.rows = place.rows();
@@ -320,7 +293,7 @@ BlockTask<T> make_task(const PagedParams& p, const Sequence& s, const Place& pla
 
 // O = O / sum and lse = top + log(sum), as attend_block.h's store_rows has it; each row to its own head.
 template <class T>
-void store_rows(const PagedParams& p, const Sequence& s, const Place& place, Scratch<AccumulateType<T>>& scratch) {
+void store_rows(const PagedParams& p, const Sequence& s, const RowBlock& place, Scratch<AccumulateType<T>>& scratch) {
   using Acc = AccumulateType<T>;
   constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
   const TensorRef lse = {p.lse, p.lse_stride_batch, p.lse_stride_head, p.lse_stride_seq};
@@ -345,13 +318,13 @@ void store_rows(const PagedParams& p, const Sequence& s, const Place& place, Scr
 }
 
 template <class T>
-void attend(const PagedParams& p, const Place& place, const Code<T>& code, Bench<T>& bench) {
+void attend(const PagedParams& p, const RowBlock& place, const Code<T>& code, Bench<T>& bench) {
   using Acc = AccumulateType<T>;
   const Sequence s = find_sequence(p, place.batch);
   const Visibility visibility(p, s, place);
   BlockTask<T> task = make_task(p, s, place, bench);
   Scratch<Acc>& scratch = bench.scratch;
-  code.load_queries(task, scratch);
+  code.load_columns(task.q, task.rows, task.head_dim, static_cast<Acc*>(scratch.q));
   std::fill_n(static_cast<Acc*>(scratch.top), kBlockQ, -std::numeric_limits<Acc>::infinity());
   std::fill_n(static_cast<Acc*>(scratch.sum), kBlockQ, Acc(0));
   std::fill_n(static_cast<Acc*>(scratch.o), kBlockQ * scratch.padded_dim_v, Acc(0));
@@ -390,8 +363,8 @@ template <class T>
 void attention(const PagedParams& p, const ParallelFor& parallel_for) {
   if (p.cu_seqlens_q != nullptr) clear<T>(p);
   if (p.heads_kv == 0) return;
-  const std::vector<Place> places = find_places(p);
-  if (places.empty()) return;
+  const std::vector<RowBlock> blocks = find_blocks(p);
+  if (blocks.empty()) return;
   const Code<T> code = find_code<T>();
 
   // As in forward.cpp: a thread gets at least about 2^20 multiply-adds, and takes the next block that is left.
@@ -399,13 +372,13 @@ void attention(const PagedParams& p, const ParallelFor& parallel_for) {
   for (int32_t batch = 0; batch < p.batch; ++batch) {
     longest = max_of<int64_t>(longest, find_sequence(p, batch).len_kv);
   }
-  const int64_t block_cost = int64_t{places.front().rows()} * (longest + 1) * (p.head_dim + p.head_dim_v);
+  const int64_t block_cost = int64_t{blocks.front().rows()} * (longest + 1) * (p.head_dim + p.head_dim_v);
   const int64_t grain = max_of<int64_t>(1, (int64_t{1} << 20) / block_cost);
-  const int64_t count = static_cast<int64_t>(places.size());
+  const int64_t count = static_cast<int64_t>(blocks.size());
   std::atomic<int64_t> next{0};
   parallel_for(count, grain, [&](int64_t, int64_t) {
     Bench<T> bench(p.head_dim, p.head_dim_v);
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) attend(p, places[i], code, bench);
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) attend(p, blocks[i], code, bench);
   });
 }
 

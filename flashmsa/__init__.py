@@ -27,6 +27,7 @@ except ImportError as error:
         "flashmsa is hidden by the sources in the current directory: leave the checkout to use it"
     ) from error
 
+from . import compat
 from .checked import check
 from .dropout import dropout_mask
 from .explain import Explanation, explain
@@ -67,6 +68,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "check",
+    "compat",
     "dropout_mask",
     "explain",
     "explain_paged",

@@ -495,13 +495,12 @@ struct Consumer {
     const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, tile.end_row(params));
-    const auto keys = key_rows(tile);
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
       const int32_t tensor_row = tile.sequence_row() + row;
-      attn::SlowRow<Element, Score, std::remove_const_t<decltype(keys)>> slow = {
+      attn::SlowRow<Element, Score, decltype(key_rows(tile))> slow = {
           attn::row_of<Element>(params.q_rows, tile.queries(), tensor_row),
-          keys,
+          key_rows(tile),
           params.head_dim,
           params.head_dim_v,
           params.scale_log2,

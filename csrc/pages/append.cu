@@ -135,13 +135,11 @@ __device__ __forceinline__ void append_rows(const AppendParams& p, const Token& 
 }
 
 template <class Element, int kCount>
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams p, int32_t tokens) {
-  for (int32_t i = blockIdx.x; i < tokens; i += gridDim.x) {
-    const Token token = find_token(p, i);
-    if (!token.kept) continue;
-    append_rows<Element, kCount, true>(p, token, p.k_new, p.k_pages, p.head_dim);
-    append_rows<Element, kCount, false>(p, token, p.v_new, p.v_pages, p.head_dim_v);
-  }
+__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams p) {
+  const Token token = find_token(p, blockIdx.x);
+  if (!token.kept) return;
+  append_rows<Element, kCount, true>(p, token, p.k_new, p.k_pages, p.head_dim);
+  append_rows<Element, kCount, false>(p, token, p.v_new, p.v_pages, p.head_dim_v);
 }
 
 // Whether `count` elements can be moved together everywhere.
@@ -160,11 +158,10 @@ bool vectors_fit(const AppendParams& p, int32_t count, int32_t element_bytes) {
 template <class Element>
 void launch(const AppendParams& p, int32_t tokens, cudaStream_t stream) {
   constexpr int kCount = 16 / sizeof(Element);
-  const int32_t ctas = min_of(tokens, 1 << 20);
   if (vectors_fit(p, kCount, sizeof(Element))) {
-    append_kernel<Element, kCount><<<ctas, kThreads, 0, stream>>>(p, tokens);
+    append_kernel<Element, kCount><<<tokens, kThreads, 0, stream>>>(p);
   } else {
-    append_kernel<Element, 1><<<ctas, kThreads, 0, stream>>>(p, tokens);
+    append_kernel<Element, 1><<<tokens, kThreads, 0, stream>>>(p);
   }
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }

@@ -117,7 +117,6 @@ struct PageLoader {
                                        const sm90::TensorMap& tensor, const PoolSteps& steps) {
     if (loader == 0 && lane() == 0) full.arrive_expect(S::KTile::kBytes);
     if (!issues()) return;
-    // SYNC-free: see above.
     const int32_t eight = place.slot < 0 ? -(params.mask.piece() / 8) : place.page * steps.eights + place.slot / 8;
     const int32_t coordinates[5] = {0, 0, 0, eight, place.page * steps.heads + tile.kv_head * steps.head};
     sm90::load_box(buffer + lane() * S::KTile::kAtomBytes, tensor.map, coordinates, full);
@@ -170,6 +169,7 @@ struct PageLoader {
         previous = place;
         place = next;
         if (loader == 0 && step == q_step) load_q(round + 1);
+        __syncwarp();
       }
       key_blocks += steps;
     }

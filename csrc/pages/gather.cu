@@ -4,7 +4,7 @@
 // head_dim through a ring in shared memory, and no byte passes through registers:
 //   1. a lane a page loads the pages of a tile, kStages - 1 tiles ahead; their ids are read one tile earlier still
 //   2. when a tile is full, its rows past the length become zero, and one box stores it
-// Tiles past a length are stored from zeros without a load. Everything else is moved by plain loads and stores.
+// Tiles past a length are not loaded. Everything else is moved by plain loads and stores.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -16,9 +16,14 @@
 namespace flashmsa::pages {
 namespace {
 
-constexpr int32_t kStages = 4;
-// PERF: 4 x 16 KB keep memory busy.
-constexpr int32_t kStageBytes = 16384;
+#ifndef V_STAGES
+#define V_STAGES 4
+#define V_BYTES 16384
+#define V_CTAS 3
+#endif
+constexpr int32_t kStages = V_STAGES;
+constexpr int32_t kStageBytes = V_BYTES;
+constexpr int32_t kCtasPerSm = V_CTAS;
 constexpr int32_t kMaxBox = 256;  // of a TMA box's dimension
 constexpr int32_t kLanes = 32;
 
@@ -56,7 +61,6 @@ __device__ __forceinline__ int32_t page_of(const Params& p, int32_t batch, int32
 
 struct alignas(128) Ring {
   char stage[kStages][kStageBytes];
-  char zeros[kStageBytes];
   sm90::Barrier full[kStages];  // lane 0 + TMA bytes (1); the warp waits
   int32_t valid[kStages];       // slots of the tile before the length
 };
@@ -129,7 +133,7 @@ struct BoxCopy {
     ring.full[stage].wait(n / kStages & 1);
     const int32_t valid = ring.valid[stage];
     const int32_t slot_bytes = side.tile_heads * side.row_bytes;
-    if (valid > 0 && valid < side.tile_slots) {
+    if (valid < side.tile_slots) {
       for (int32_t at = valid * slot_bytes + lane() * 16; at < side.tile_slots * slot_bytes; at += kLanes * 16) {
         *reinterpret_cast<uint4*>(ring.stage[stage] + at) = uint4{0, 0, 0, 0};
       }
@@ -138,7 +142,7 @@ struct BoxCopy {
     __syncwarp();
     if (lane() == 0) {
       const int32_t coordinates[4] = {0, t.head, t.slot, t.batch};
-      sm90::store_box(side.to, coordinates, valid > 0 ? ring.stage[stage] : ring.zeros);
+      sm90::store_box(side.to, coordinates, ring.stage[stage]);
     }
   }
 
@@ -171,10 +175,6 @@ __global__ void __launch_bounds__(kLanes) gather_boxes_kernel(const __grid_const
     for (int32_t s = 0; s < kStages; ++s) ring.full[s].init(1);
     sm90::fence_barrier_init();
   }
-  for (int32_t at = threadIdx.x * 16; at < kStageBytes; at += kLanes * 16) {
-    *reinterpret_cast<uint4*>(ring.zeros + at) = uint4{0, 0, 0, 0};
-  }
-  sm90::fence_async_proxy();
   __syncwarp();
   const auto tiles = [&](const Side& side) { return side.head_groups * side.slot_blocks * p.batch; };
   BoxCopy{p, ring, {tiles(p.side[0]), tiles(p.side[1])}}.run();
@@ -318,7 +318,7 @@ void gather_pages(const GatherParams& g, int32_t num_sms, void* stream_handle) {
     for (const Side& side : p.side) tiles += int64_t{side.head_groups} * side.slot_blocks * p.batch;
     FLASHMSA_CHECK_CUDA(
         cudaFuncSetAttribute(gather_boxes_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Ring)));
-    const uint32_t ctas = static_cast<uint32_t>(min_of<int64_t>(tiles, num_sms));
+    const uint32_t ctas = static_cast<uint32_t>(min_of(tiles, int64_t{num_sms} * kCtasPerSm));
     gather_boxes_kernel<<<ctas, kLanes, sizeof(Ring), stream>>>(p);
   } else if (words_fit<uint4>(p.side[0], g.element_bytes) && words_fit<uint4>(p.side[1], g.element_bytes)) {
     launch_words<uint4>(p, g.element_bytes, num_sms, stream);

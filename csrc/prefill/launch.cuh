@@ -66,7 +66,9 @@ PagedMaskParams make_mask(const PagedParams& p, char* workspace) {
   mask.block_table_stride = p.block_table_stride;
   mask.num_pages = p.num_pages;
   mask.page_size = p.page_size;
-  mask.piece_log2 = 31 - __builtin_clz(piece_rows(p.page_size, Config::kBlockKv));
+  const int32_t piece = piece_rows(p.page_size, Config::kBlockKv);
+  mask.piece_log2 = 31 - __builtin_clz(piece);
+  mask.by_page_size = Divisor::of(p.page_size);
   mask.k_pages = p.k_pages;
   mask.v_pages = p.v_pages;
   mask.k_steps = pool_view(p.k_pages, p)->steps;

@@ -30,6 +30,21 @@ struct PoolSteps {
   int32_t head;    // of a head, in the fifth
 };
 
+// Division of numbers below 2^31 by one of at least 2.
+struct Divisor {
+  uint32_t multiplier;
+  int32_t shift;
+
+  static Divisor of(int32_t divisor) {
+    int32_t bits = 1;
+    while ((int64_t{1} << bits) < divisor) ++bits;
+    return {static_cast<uint32_t>(((int64_t{1} << (31 + bits)) + divisor - 1) / divisor), bits - 1};
+  }
+  FLASHMSA_HD int32_t divide(int32_t x) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(x) * multiplier >> 32) >> shift;
+  }
+};
+
 // A page of a list: its number in the sequence and in the pool.
 struct alignas(8) ListedPage {
   int32_t logical, page;
@@ -52,6 +67,7 @@ struct PagedMaskParams {
   const int32_t* block_table;  // null: page b is sequence b
   int64_t block_table_stride;
   int32_t num_pages, page_size;
+  Divisor by_page_size;
   int32_t piece_log2;  // rows of a tile that lie on one page and come by one box
   PoolRef k_pages, v_pages;
   PoolSteps k_steps, v_steps;

@@ -96,18 +96,19 @@ struct PageLoader {
       const int32_t piece =
           step * (Config::kBlockKv >> mask.piece_log2) + (row >> mask.piece_log2) - block.pad;
       if (piece < 0) return place;
-      const uint32_t index = block.pieces.visit(piece);
-      const uint32_t per_page = static_cast<uint32_t>(mask.page_size) >> mask.piece_log2;
-      const ListedPage listed = Mask::list(mask, block)[index / per_page];
+      // Counted in rows of the listed pages.
+      const int32_t at = block.pieces.visit(piece) << mask.piece_log2;
+      const int32_t entry = mask.by_page_size.divide(at);
+      const ListedPage listed = Mask::list(mask, block)[entry];
       place.page = listed.page;
-      place.slot = static_cast<int32_t>(index % per_page) << mask.piece_log2;
+      place.slot = at - entry * mask.page_size;
       place.key = listed.logical * mask.page_size + place.slot + within;
     } else {
       place.key = tile.entry.tiles.visit(step) * Config::kBlockKv + lane() * 8;
       if (place.key >= block.len_kv) return place;
-      const uint32_t logical = static_cast<uint32_t>(place.key) / static_cast<uint32_t>(mask.page_size);
-      place.page = mask.page(block.sequence, static_cast<int32_t>(logical));
-      place.slot = place.key - static_cast<int32_t>(logical) * mask.page_size;
+      const int32_t logical = mask.by_page_size.divide(place.key);
+      place.page = mask.page(block.sequence, logical);
+      place.slot = place.key - logical * mask.page_size;
     }
     return place;
   }
@@ -145,6 +146,11 @@ struct PageLoader {
       const int32_t steps = tile.entry.tiles.count();
       __syncwarp();
       if (lane() == 0) shared.begun[S::WorkRing::stage(round)].arrive();
+      // Where pages are large, some warps have nothing to load.
+      if (loader << params.mask.piece_log2 >= Config::kBlockKv) {
+        key_blocks += steps;
+        continue;
+      }
       const int32_t q_step = Config::kQInRegisters || Config::kQStages > 1 ? min_of(steps, 2) : steps;
       Place previous = {}, place = {}, next = {};
       if (steps > 0) place = find(tile, 0);

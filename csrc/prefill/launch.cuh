@@ -40,7 +40,8 @@ struct Workspace {
       return begin;
     };
     take(sizeof(Counters));
-    plan = take(most_row_blocks<Mask, Config>(p) * static_cast<int64_t>(sizeof(sched::PlanEntry<Mask>)));
+    plan = take(most_row_blocks<Mask, Config>(p) *
+                static_cast<int64_t>(sizeof(sched::PlanEntry<Mask>) + sizeof(Ranked)));
     first_block = take(p.cu_seqlens_q != nullptr ? int64_t{4} * (p.batch + 2) : 0);
     const int64_t lists = Mask::kScattered ? int64_t{p.batch} * p.query_blocks : 0;
     counts = take(lists * 4);

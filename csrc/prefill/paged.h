@@ -45,7 +45,7 @@ struct Divisor {
   }
 };
 
-// A page of a list: its number in the sequence and in the pool.
+// A page of a list: its number in the sequence and, as the table has it, in the pool.
 struct alignas(8) ListedPage {
   int32_t logical, page;
 };
@@ -78,9 +78,12 @@ struct PagedMaskParams {
     return kv_lens == nullptr ? max_len : clamp(kv_lens[sequence], 0, max_len);
   }
   // NOTE: of pages in use alone.
+  FLASHMSA_HD int32_t table_entry(int32_t sequence, int32_t logical) const {
+    return block_table == nullptr ? sequence : block_table[sequence * block_table_stride + logical];
+  }
+  FLASHMSA_HD int32_t clamp_page(int32_t page) const { return clamp(page, 0, num_pages - 1); }
   FLASHMSA_HD int32_t page(int32_t sequence, int32_t logical) const {
-    const int32_t page = block_table == nullptr ? sequence : block_table[sequence * block_table_stride + logical];
-    return clamp(page, 0, num_pages - 1);
+    return clamp_page(table_entry(sequence, logical));
   }
 };
 

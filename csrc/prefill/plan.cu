@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kListThreads)
   }
   count = min_of(count, p.lists.capacity);
   __syncthreads();
-  for (int32_t i = thread; i < count; i += kListThreads) sorted[i].page = p.page(sequence, sorted[i].logical);
+  for (int32_t i = thread; i < count; i += kListThreads) sorted[i].page = p.table_entry(sequence, sorted[i].logical);
   if (thread == 0) const_cast<int32_t*>(p.lists.counts)[blockIdx.x] = count;
 }
 
@@ -187,13 +187,18 @@ __global__ void __launch_bounds__(sched::kPlanThreads) paged_plan_kernel(const _
   entries = min_of(entries, args.capacity);
   if (thread == 0) *args.counters = {0, entries};
   __syncthreads();
+  // PERF: an entry lies where it is made, and small ones are sorted.
   const auto make = [&](int32_t i) {
     const int32_t sequence = packed ? find_sequence(args.first_block, sequences, i) : i / per_sequence;
-    return make_entry(args, sequence, packed ? i - args.first_block[sequence] : i % per_sequence);
+    sched::PlanEntry<Mask> entry =
+        make_entry(args, sequence, packed ? i - args.first_block[sequence] : i % per_sequence);
+    add_spans(args, entry);
+    args.plan[i] = entry;
+    return Ranked{i, {entry.tiles.count()}};
   };
   const int32_t max_tiles = ceil_div(p.max_len, args.block_kv);
-  sched::sort_entries(sort, entries, max_tiles, args.plan, make,
-                      [&](sched::PlanEntry<Mask>& entry) { add_spans(args, entry); });
+  sched::sort_entries(sort, entries, max_tiles, reinterpret_cast<Ranked*>(args.plan + args.capacity), make,
+                      [](Ranked&) {});
 }
 
 }  // namespace

@@ -31,6 +31,15 @@ struct Counters {
   int32_t row_blocks;  // in the plan
 };
 
+// An entry of the plan by rank: longest first.
+struct Ranked {
+  int32_t entry;
+  struct {
+    int32_t n;
+    FLASHMSA_HD int32_t count() const { return n; }
+  } tiles;
+};
+
 template <class Mask>
 struct PlanArgs {
   typename Mask::Params mask;
@@ -38,7 +47,7 @@ struct PlanArgs {
   int32_t block_kv;
   int32_t capacity;  // entries that the plan has room for
   Counters* counters;
-  sched::PlanEntry<Mask>* plan;
+  sched::PlanEntry<Mask>* plan;  // in the order of sequences and rows; behind its last place, Ranked ones as many
   int32_t* first_block;  // packed: (batch + 3), row blocks before each sequence
 };
 

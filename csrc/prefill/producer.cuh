@@ -27,7 +27,8 @@ struct PageScheduler {
     work.head = index.slice;
     work.kv_head = index.slice / params.q_heads_per_kv_head;
     work.residue = 0;
-    fwd::copy_entry<Mask>(params.plan[index.row_rank], work.entry);
+    const Ranked* ranked = reinterpret_cast<const Ranked*>(params.plan + params.order.row_blocks);
+    fwd::copy_entry<Mask>(params.plan[ranked[index.row_rank].entry], work.entry);
     // Packed rows are found by sequence_row, in one long sequence.
     work.batch = params.mask.cu_seqlens_q == nullptr ? work.entry.block.sequence : 0;
   }
@@ -65,7 +66,7 @@ struct PageLoader {
   S& shared;
   const int32_t loader;
 
-  // Where a lane's 8 rows lie.
+  // Where a lane's 8 rows lie. NOTE: the page as the table has it; it is looked at when it is needed, not while it is loaded.
   struct Place {
     int32_t key;   // the first
     int32_t page;  // in the pool
@@ -107,7 +108,7 @@ struct PageLoader {
       place.key = tile.entry.tiles.visit(step) * Config::kBlockKv + lane() * 8;
       if (place.key >= block.len_kv) return place;
       const int32_t logical = mask.by_page_size.divide(place.key);
-      place.page = mask.page(block.sequence, logical);
+      place.page = mask.table_entry(block.sequence, logical);
       place.slot = place.key - logical * mask.page_size;
     }
     return place;
@@ -118,8 +119,9 @@ struct PageLoader {
                                        const sm90::TensorMap& tensor, const PoolSteps& steps) {
     if (loader == 0 && lane() == 0) full.arrive_expect(S::KTile::kBytes);
     if (!issues()) return;
-    const int32_t eight = place.slot < 0 ? -(params.mask.piece() / 8) : place.page * steps.eights + place.slot / 8;
-    const int32_t coordinates[5] = {0, 0, 0, eight, place.page * steps.heads + tile.kv_head * steps.head};
+    const int32_t page = params.mask.clamp_page(place.page);
+    const int32_t eight = place.slot < 0 ? -(params.mask.piece() / 8) : page * steps.eights + place.slot / 8;
+    const int32_t coordinates[5] = {0, 0, 0, eight, page * steps.heads + tile.kv_head * steps.head};
     sm90::load_box(buffer + lane() * S::KTile::kAtomBytes, tensor.map, coordinates, full);
   }
 
@@ -134,8 +136,9 @@ struct PageLoader {
         shared.q[stage], params.q, tile.sequence_row() + tile.first_row(), tile.queries(), shared.full_q[stage]);
   }
 
-  // As fwd::Producer::run, whose order keeps it from waiting for itself. The pages of a key block are looked up one block
-  // ahead, while it waits for a free buffer.
+  // As fwd::Producer::run, whose order keeps it from waiting for itself.
+  // PERF: the pages of a key block are looked up two blocks ahead and behind this block's loads; a table's latency between a
+  // free buffer and its load costs 5 to 10 %.
   __device__ __forceinline__ void run() {
     uint32_t key_blocks = 0;
     if (loader == 0) load_q(0);
@@ -154,11 +157,11 @@ struct PageLoader {
       const int32_t q_step = Config::kQInRegisters || Config::kQStages > 1 ? min_of(steps, 2) : steps;
       Place previous = {}, place = {}, next = {};
       if (steps > 0) place = find(tile, 0);
+      if (steps > 1) next = find(tile, 1);
 #pragma unroll 1
       for (int32_t step = 0; step <= steps; ++step) {
         const uint32_t n = key_blocks + step;
         const uint32_t stage = S::KvRing::stage(n), before = S::KvRing::stage(n - 1);
-        if (step + 1 < steps) next = find(tile, step + 1);
         if (step < steps) {
           shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
           if constexpr (Mask::kScattered) {
@@ -174,6 +177,7 @@ struct PageLoader {
         }
         previous = place;
         place = next;
+        if (step + 2 < steps) next = find(tile, step + 2);
         if (loader == 0 && step == q_step) load_q(round + 1);
         __syncwarp();
       }

@@ -343,7 +343,9 @@ struct Consumer {
     if constexpr (!Score::kPlain) modify_scores(x, block, rows);
     if (step < partial) mask_scores(x, block, rows);
     first_block(x, y);
-    if constexpr (kPaged<Mask>) clear_unused(block);
+    if constexpr (kPaged<Mask>) {
+      if (step < partial) clear_unused(block);
+    }
     ++step;
 #pragma unroll 1
     for (; step < partial; ++step) next_block<true>(x, y, block_of(step), rows);

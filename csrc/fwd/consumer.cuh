@@ -217,7 +217,8 @@ struct Consumer {
 
   // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
   __device__ __forceinline__ void mask_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
-    if constexpr (kScattered<Mask>) return attn::apply_groups(x.s, rows.keys, shared.key_groups.of(block.detail), thread());
+    if constexpr (kScattered<Mask>)
+      return attn::apply_groups(x.s, rows.keys, shared.key_groups.of(block.detail), thread());
     const int32_t first_key = block.first_key;
     const int32_t end_key = first_key + Config::kBlockKv;
     const mask::Interval keys[2] = {mask::main_run(rows.keys[0]), mask::main_run(rows.keys[1])};

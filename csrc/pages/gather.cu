@@ -29,7 +29,7 @@ struct Side {
   CUtensorMap from, to;  // (words, heads, slots, pages) and (words, heads, slots, batch)
   PoolRef pool;
   TensorRef dense;
-  int32_t row_bytes;   // of one head at one slot
+  int32_t row_bytes;  // of one head at one slot
   int32_t tile_slots;  // a tile: tile_slots x tile_heads rows
   int32_t tile_heads;
   int32_t piece_slots;  // of a tile that lie on one page
@@ -59,7 +59,7 @@ __device__ __forceinline__ int32_t page_of(const Params& p, int32_t batch, int32
 struct alignas(128) Ring {
   char stage[kStages][kStageBytes];
   sm90::Barrier full[kStages];  // lane 0 + TMA bytes (1); the warp waits
-  int32_t valid[kStages];       // slots of the tile before the length
+  int32_t valid[kStages];  // slots of the tile before the length
 };
 
 struct Tile {
@@ -183,8 +183,9 @@ bool multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
 bool boxes_fit(const Side& side, int32_t element_bytes) {
   const auto aligned = [&](const void* data, std::initializer_list<int64_t> strides) {
     const bool address = multiple_of_16(static_cast<int64_t>(reinterpret_cast<uintptr_t>(data)));
-    return address && std::all_of(strides.begin(), strides.end(),
-                                  [&](int64_t stride) { return stride >= 0 && multiple_of_16(stride * element_bytes); });
+    return address && std::all_of(strides.begin(), strides.end(), [&](int64_t stride) {
+             return stride >= 0 && multiple_of_16(stride * element_bytes);
+           });
   };
   const PoolRef& pool = side.pool;
   const TensorRef& dense = side.dense;
@@ -237,7 +238,8 @@ void make_maps(Side& side, const Params& p, int32_t element_bytes) {
 constexpr int32_t kThreads = 256;
 
 template <class Word>
-__global__ void __launch_bounds__(kThreads) gather_words_kernel(const __grid_constant__ Params p, int32_t element_bytes) {
+__global__ void __launch_bounds__(kThreads)
+    gather_words_kernel(const __grid_constant__ Params p, int32_t element_bytes) {
   const Side& side = p.side[blockIdx.y];
   const int32_t words = side.row_bytes / static_cast<int32_t>(sizeof(Word));
   const int64_t count = int64_t{p.batch} * p.length * p.heads * words;
@@ -253,8 +255,7 @@ __global__ void __launch_bounds__(kThreads) gather_words_kernel(const __grid_con
                            slot % p.page_size * side.pool.stride_slot + head * side.pool.stride_head;
       value = reinterpret_cast<const Word*>(static_cast<const char*>(side.pool.data) + from * element_bytes)[word];
     }
-    const int64_t to =
-        batch * side.dense.stride_batch + slot * side.dense.stride_seq + head * side.dense.stride_head;
+    const int64_t to = batch * side.dense.stride_batch + slot * side.dense.stride_seq + head * side.dense.stride_head;
     reinterpret_cast<Word*>(static_cast<char*>(side.dense.data) + to * element_bytes)[word] = value;
   }
 }

@@ -26,8 +26,8 @@ using mask::TwoRunTiles;
 // slot and head share a dimension.
 struct PoolSteps {
   int32_t eights;  // of a page, in the fourth dimension
-  int32_t heads;   // of a page, in the fifth
-  int32_t head;    // of a head, in the fifth
+  int32_t heads;  // of a page, in the fifth
+  int32_t head;  // of a head, in the fifth
 };
 
 // Division of numbers below 2^31 by one of at least 2.
@@ -53,14 +53,14 @@ struct alignas(8) ListedPage {
 // query_pages sorted, once each, those in use.
 struct PageLists {
   const ListedPage* pages;  // (batch, query_blocks, capacity)
-  const int32_t* counts;    // (batch, query_blocks)
+  const int32_t* counts;  // (batch, query_blocks)
   int32_t query_block, query_blocks, capacity;
 };
 
 struct PagedMaskParams {
   BandArgs band;
   bool bounded, two_runs;
-  const int32_t* kv_lens;       // null: max_len
+  const int32_t* kv_lens;  // null: max_len
   const int32_t* cu_seqlens_q;  // null: padded
   int32_t batch, len_q, total_q;
   int32_t max_len;  // max_pages * page_size; 0 without pages
@@ -107,9 +107,9 @@ template <bool kListed>
 struct ChosenPages {};
 template <>
 struct ChosenPages<true> {
-  int64_t first;       // the list's first entry
-  int32_t count;       // its entries
-  int32_t pad;         // pieces missing in front of the first tile
+  int64_t first;  // the list's first entry
+  int32_t count;  // its entries
+  int32_t pad;  // pieces missing in front of the first tile
   TwoRunTiles pieces;  // those that the rows meet, counted along the list
 };
 

@@ -27,7 +27,7 @@ struct RowBlocks {
 
 // Device memory of one call, at the front of the workspace.
 struct Counters {
-  int32_t next_tile;   // handed out beyond the grid's first
+  int32_t next_tile;  // handed out beyond the grid's first
   int32_t row_blocks;  // in the plan
 };
 

@@ -85,9 +85,7 @@ struct PageLoader {
     return lane() / kLanes == step % kBatch && piece() < pieces();
   }
 
-  __device__ __forceinline__ const Work& work(uint32_t round) const {
-    return shared.work[S::WorkRing::stage(round)];
-  }
+  __device__ __forceinline__ const Work& work(uint32_t round) const { return shared.work[S::WorkRing::stage(round)]; }
   __device__ __forceinline__ void wait_work(uint32_t round) {
     shared.full_work[S::WorkRing::stage(round)].wait(S::WorkRing::full_parity(round));
   }
@@ -232,8 +230,9 @@ struct PageLoader {
   __device__ __forceinline__ void run() {
     uint32_t key_blocks = 0;
     if (loader == 0) load_q(0);
-    // Where pages are large, some warps have nothing to load: they find nothing, too.
-    Place ahead = find_first(0);
+    const bool loads = loader < pieces();  // where pages are large, some warps have nothing to load
+    Place ahead = {};
+    if (loads) ahead = find_first(0);
     for (uint32_t round = 0;; ++round) {
       wait_work(round);
       const Work& tile = work(round);
@@ -241,7 +240,7 @@ struct PageLoader {
       const int32_t steps = tile.entry.tiles.count();
       __syncwarp();
       if (lane() == 0) shared.begun[S::WorkRing::stage(round)].arrive();
-      if (loader < pieces()) load_tile(tile, round, key_blocks, steps, ahead);
+      if (loads) load_tile(tile, round, key_blocks, steps, ahead);
       key_blocks += steps;
     }
   }

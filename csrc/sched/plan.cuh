@@ -43,8 +43,8 @@ template <class Entry, class Make, class Again, class Finish>
 __device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, int32_t max_tiles, Entry* plan,
                                              const Make& make, const Again& again, const Finish& finish) {
   static_assert(kPlanBuckets == kPlanThreads, "one thread scans one bucket");
-  int32_t(&bucket_start)[kPlanBuckets] = sort.bucket_start;
-  int32_t(&warp_sums)[kPlanThreads / 32] = sort.warp_sums;
+  int32_t (&bucket_start)[kPlanBuckets] = sort.bucket_start;
+  int32_t (&warp_sums)[kPlanThreads / 32] = sort.warp_sums;
   const int32_t thread = threadIdx.x;
   const int32_t shift = bucket_shift(max_tiles);
   const auto bucket_of = [&](const Entry& entry) {

@@ -1,0 +1,202 @@
+// Which keys a CTA takes: from the lengths, on the device, the same arithmetic in every CTA.
+//
+// The keys that some row of a sequence sees, in chunks, are its work; chunks are numbered through both runs of keys, or
+// through the selected pages. Units of chunks are dealt out; a part is what a CTA takes of a sequence at a time.
+#pragma once
+
+#include "decode/shared.cuh"
+#include "mask/composite.h"
+
+namespace flashmsa::decode {
+
+struct Sequence {
+  int32_t batch;
+  int32_t first_row, queries;  // packed: rows of q; else 0, len_q
+  int32_t kv_len;
+  int32_t pages;  // in use, or selected
+  int32_t first_begin, first_chunks, main_begin, chunks;
+  int32_t unit, units;  // chunks of a unit; units
+
+  // The first of the chunk's keys is this times the chunk. Not with selected pages.
+  __device__ __forceinline__ int32_t chunk(int32_t number) const {
+    return number < first_chunks ? first_begin + number : main_begin + number - first_chunks;
+  }
+};
+
+// The keys of query i by the band alone.
+__device__ __forceinline__ mask::TwoRuns keys_of(const KernelParams& p, const Sequence& s, int32_t i) {
+  if (!p.banded) return {{0, 0}, {0, s.kv_len}};
+  mask::Composite::Params params = {};
+  params.global = mask::make_bounds(p.band, s.batch, 0, s.queries, 0, s.kv_len);
+  params.has_global = true;
+  params.len_kv = s.kv_len;
+  mask::Composite::Block block = {};
+  block.prefix[0] = params.global.prefix[0];
+  block.prefix[1] = params.global.prefix[1];
+  const mask::TwoRuns keys = mask::Composite::row_without_documents(params, block, i);
+  return {mask::first_run(keys), keys.main};
+}
+
+template <int32_t kChunk>
+__device__ __forceinline__ void find_chunks(const KernelParams& p, Sequence& s) {
+  s.first_begin = s.first_chunks = s.main_begin = s.chunks = 0;
+  if (s.queries == 0 || s.kv_len == 0) return;
+  if (p.selected != nullptr) {
+    s.pages = p.selected_count[s.batch];
+    s.chunks = static_cast<int32_t>(ceil_div<int64_t>(int64_t{s.pages} * p.page_size, kChunk));
+    return;
+  }
+  s.pages = ceil_div(s.kv_len, p.page_size);
+  if (!p.banded) {
+    s.chunks = ceil_div(s.kv_len, kChunk);
+    return;
+  }
+  const mask::TwoRunTiles tiles = mask::key_tiles(keys_of(p, s, 0), keys_of(p, s, s.queries - 1), kChunk);
+  int32_t begin = tiles.main.begin, end = tiles.main.end;
+  if (p.tree_bits != nullptr) {
+    const int32_t tail = max_of(s.kv_len - s.queries, 0) / kChunk;
+    begin = begin < end ? min_of(begin, tail) : tail;
+    end = ceil_div(s.kv_len, kChunk);
+  }
+  s.first_begin = tiles.first_begin;
+  s.first_chunks = max_of((begin < end ? min_of(tiles.first_end, begin) : tiles.first_end) - tiles.first_begin, 0);
+  s.main_begin = begin;
+  s.chunks = s.first_chunks + end - begin;
+}
+
+template <int32_t kChunk>
+__device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t batch) {
+  Sequence s;
+  s.batch = batch;
+  s.first_row = 0;
+  s.queries = p.len_q;
+  if (p.cu_seqlens_q != nullptr) {
+    s.first_row = clamp(p.cu_seqlens_q[batch], 0, p.total_q);
+    s.queries = min_of(clamp(p.cu_seqlens_q[batch + 1], s.first_row, p.total_q) - s.first_row, p.len_q);
+  }
+  s.kv_len = p.kv_lens == nullptr ? p.capacity : clamp(p.kv_lens[batch], 0, p.capacity);
+  s.pages = 0;
+  find_chunks<kChunk>(p, s);
+
+  s.unit = kGrainKeys / kChunk;
+  if (p.plan == Plan::kFixed || p.plan == Plan::kInvariant) {
+    int32_t parts = p.parts;
+    if (p.plan == Plan::kInvariant) parts = min_of(parts, ceil_div(s.chunks, kInvariantKeys / kChunk));
+    s.unit = max_of(ceil_div(s.chunks, max_of(parts, 1)), 1);
+  }
+  s.units = p.plan == Plan::kCluster ? 1 : ceil_div(s.chunks, s.unit);
+  return s;
+}
+
+// A CTA's share: units [from, to) of all sequences' in a row.
+struct Share {
+  int32_t first_batch, first_begin;  // the sequence where it begins, and the units before that
+  int32_t from, to, total;
+};
+
+// Of `total` units slice i of `slices` takes [share_begin(i), share_begin(i + 1)); unit u is slice_of(u)'s.
+__device__ __forceinline__ int32_t share_begin(int32_t total, int32_t slice, int32_t slices) {
+  return static_cast<int32_t>(int64_t{total} * slice / slices);
+}
+__device__ __forceinline__ int32_t slice_of(int32_t unit, int32_t total, int32_t slices) {
+  return static_cast<int32_t>(((int64_t{unit} + 1) * slices - 1) / total);
+}
+
+// Goes through a share part by part.
+template <class Config>
+struct Walk {
+  Sequence sequence;
+  int32_t next_batch;
+  int32_t at, to;            // units
+  int32_t seq_begin, seq_end;
+  int32_t begin, end;        // chunks of the part
+
+  __device__ __forceinline__ explicit Walk(const Share& share)
+      : next_batch(share.first_batch),
+        at(share.from),
+        to(share.to),
+        seq_begin(share.first_begin),
+        seq_end(share.first_begin),
+        begin(0),
+        end(0) {}
+
+  __device__ __forceinline__ bool next(const KernelParams& p) {
+    if (at >= to) return false;
+    while (at >= seq_end) {
+      sequence = read_sequence<Config::kChunk>(p, next_batch++);
+      seq_begin = seq_end;
+      seq_end += sequence.units;
+    }
+    if (p.plan == Plan::kCluster) {
+      const int32_t rank = blockIdx.x % p.slices;
+      begin = share_begin(sequence.chunks, rank, p.slices);
+      end = share_begin(sequence.chunks, rank + 1, p.slices);
+      at = to;
+      return true;
+    }
+    const int32_t first = at - seq_begin;
+    at = p.plan == Plan::kBalanced ? min_of(to, seq_end) : at + 1;
+    begin = first * sequence.unit;
+    end = min_of((at - seq_begin) * sequence.unit, sequence.chunks);
+    return true;
+  }
+};
+
+// Inclusive sum over the threads of the block, and the sum of all.
+template <class Config>
+__device__ __forceinline__ int2 block_scan(Shared<Config>& shared, int32_t x) {
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int32_t step = 1; step < 32; step *= 2) {
+    const int32_t below = __shfl_up_sync(~0u, x, step);
+    if (lane >= step) x += below;
+  }
+  if (lane == 31) shared.scan[warp] = x;
+  __syncthreads();
+  int32_t total = 0, before = 0;
+#pragma unroll
+  for (int32_t w = 0; w < kWarps; ++w) {
+    if (w < warp) before += shared.scan[w];
+    total += shared.scan[w];
+  }
+  __syncthreads();
+  return {x + before, total};
+}
+
+// The share of slice `slice`. Calls each(sequence) for every sequence, in one thread each.
+template <class Config, class Each>
+__device__ __forceinline__ Share find_share(const KernelParams& p, Shared<Config>& shared, int32_t slice,
+                                            const Each& each) {
+  const auto units_of = [&](int32_t batch) { return batch < p.batch ? read_sequence<Config::kChunk>(p, batch).units : 0; };
+  Share share = {0, 0, 0, 0, 0};
+#pragma unroll 1
+  for (int32_t base = 0; base < p.batch; base += kThreads) {
+    const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
+    int32_t units = 0;
+    if (batch < p.batch) {
+      const Sequence s = read_sequence<Config::kChunk>(p, batch);
+      units = s.units;
+      each(s);
+    }
+    share.total += block_scan(shared, units).y;
+  }
+  share.from = share_begin(share.total, slice, p.slices);
+  share.to = share_begin(share.total, slice + 1, p.slices);
+  if (share.from >= share.to) return share;
+  int32_t before = 0;
+#pragma unroll 1
+  for (int32_t base = 0; before <= share.from; base += kThreads) {
+    const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
+    const int32_t units = units_of(batch);
+    const int2 sum = block_scan(shared, units);
+    const int32_t end = before + sum.x;
+    if (end > share.from && end - units <= share.from) shared.first = {batch, end - units};
+    before += sum.y;
+  }
+  __syncthreads();
+  share.first_batch = shared.first.x;
+  share.first_begin = shared.first.y;
+  return share;
+}
+
+}  // namespace flashmsa::decode

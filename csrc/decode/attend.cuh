@@ -117,7 +117,7 @@ struct Attention {
   }
 
   __device__ __forceinline__ uint4& q_slot(int32_t step) const {
-    return shared.q[threadIdx.x / 32 * (kHeadDim / 16) + step][lane()];
+    return shared.q()[threadIdx.x / 32 * (kHeadDim / 16) + step][lane()];
   }
   __device__ __forceinline__ void q_fragment(int32_t step, uint32_t (&a)[4]) const {
     if constexpr (Config::kQInRegisters) {
@@ -235,7 +235,8 @@ struct Attention {
     return __any_sync(~0u, found != 0);
   }
 
-  // The same as add_values, in which a row takes only values that it sees: 0 times NaN would be NaN.
+  // The same as add_values, in which a row takes only values that it sees: 0 times NaN would be NaN. The weights go through
+  // this warp's rows of O in shared memory, which are free until the part ends.
   __device__ __forceinline__ void add_seen_values(const uint32_t (&weights)[kChunk / 16][4], const char* v, uint2 seen) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
@@ -243,30 +244,36 @@ struct Attention {
       seen.y |= __shfl_xor_sync(~0u, seen.y, step);
     }
     const uint32_t any = __reduce_or_sync(~0u, seen.x | seen.y);
+    float(*rows)[Config::kORow] = shared.o[threadIdx.x / 32] + lane() / 4;
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int slot = 0; slot < 2; ++slot) {
+        *reinterpret_cast<float2*>(&rows[8 * slot][n * 8 + lane() % 4 * 2]) =
+            unpack_pair(weights[n / 2][n % 2 * 2 + slot], Element{});
+      }
+    }
+    __syncwarp();
 #pragma unroll 1
     for (int32_t key = 0; key < kChunk; ++key) {
       if ((any >> key & 1u) == 0) continue;
-      uint32_t word[2] = {0, 0};
-#pragma unroll
-      for (int n = 0; n < kChunk / 8; ++n) {
-        if (key / 8 != n) continue;
-        word[0] = weights[n / 2][n % 2 * 2];
-        word[1] = weights[n / 2][n % 2 * 2 + 1];
-      }
-      const int32_t source = lane() / 4 * 4 + key % 8 / 2;
-      const float2 pair[2] = {unpack_pair(__shfl_sync(~0u, word[0], source), Element{}),
-                              unpack_pair(__shfl_sync(~0u, word[1], source), Element{})};
-      const float weight[2] = {key % 2 ? pair[0].y : pair[0].x, key % 2 ? pair[1].y : pair[1].x};
+      const float weight[2] = {rows[0][key], rows[8][key]};
       const bool sees[2] = {(seen.x >> key & 1u) != 0, (seen.y >> key & 1u) != 0};
       const char* row = v + layout.rows(key / 8 * 8) + key % 8 * sm90::kSwizzleRowBytes;
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
         const uint32_t at = j / 8 * layout.group_bytes() + sm90::swizzled_chunk(key, j % 8) * 16 + lane() % 4 * 4;
         const float2 x = unpack_pair(*reinterpret_cast<const uint32_t*>(row + at), Element{});
-        if (sees[0]) o[4 * j] = fmaf(weight[0], x.x, o[4 * j]), o[4 * j + 1] = fmaf(weight[0], x.y, o[4 * j + 1]);
-        if (sees[1]) o[4 * j + 2] = fmaf(weight[1], x.x, o[4 * j + 2]), o[4 * j + 3] = fmaf(weight[1], x.y, o[4 * j + 3]);
+#pragma unroll
+        for (int slot = 0; slot < 2; ++slot) {
+          if (!sees[slot]) continue;
+          o[4 * j + 2 * slot] = fmaf(weight[slot], x.x, o[4 * j + 2 * slot]);
+          o[4 * j + 2 * slot + 1] = fmaf(weight[slot], x.y, o[4 * j + 2 * slot + 1]);
+        }
       }
     }
+    // SYNC: the weights are read.
+    __syncwarp();
   }
 
   // S becomes weights, O and the sums follow the rows' references.

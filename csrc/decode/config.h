@@ -29,12 +29,17 @@ struct Config {
   static constexpr int32_t kORow = kHeadDim + 8;      // floats; 8 more, so that eight rows lie in different banks
 };
 
+#ifndef CH
+#define CH 32
+#define PR 2
+#define CT 1
+#endif
 // PERF: 64 KB in flight an SM is enough, and 113 KB in all lets two CTAs fit, which clusters of 8 need.
 //                           head_dim  chunk  pairs  ctas  q_regs
 template <class Element>
-using Config64 = Config<Element, 64, 32, 2, 2, true>;
+using Config64 = Config<Element, 64, 32, 4, 1, true>;
 template <class Element>
-using Config128 = Config<Element, 128, 32, 1, 2, true>;
+using Config128 = Config<Element, 128, CH, PR, CT, true>;
 template <class Element>
 using Config256 = Config<Element, 256, 16, 1, 1, false>;
 

@@ -45,33 +45,54 @@ __device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config
   }
 }
 
+// Where a ring stands.
+struct RingPlace {
+  int32_t stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance(int32_t stages) {
+    if (++stage < stages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+// Warps that take the same chunks, and their slots.
+template <class Config>
+struct Group {
+  int32_t index, count;  // of the groups
+  int32_t log2;          // of its warps
+  bool leads;            // this warp loads
+
+  __device__ __forceinline__ int32_t stages() const { return Config::kPairs << log2; }
+  __device__ __forceinline__ int32_t slot(int32_t stage) const { return (index * stages() + stage) * 2; }
+  // SYNC: all of its warps have read a slot before it is filled again.
+  __device__ __forceinline__ void meet() const {
+    if (log2 == 0) {
+      __syncwarp();
+    } else {
+      sm90::bar_sync(1 + index, 32 << log2);
+    }
+  }
+};
+
 // The chunks of a part that are this warp's group's.
 template <class Config>
 __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config>& shared, Attention<Config>& attention,
-                                            Loader<Config>& loader, const Walk<Config>& walk, uint32_t& used) {
+                                            Loader<Config>& loader, const Group<Config>& group, const Walk& walk,
+                                            RingPlace& ring) {
   constexpr int32_t kChunk = Config::kChunk;
-  const int32_t warp = threadIdx.x / 32;
-  const int32_t stages_log2 = p.row_tiles_log2 + (Config::kPairs == 2 ? 1 : 0);
-  const int32_t group = warp >> p.row_tiles_log2, groups = kWarps >> p.row_tiles_log2;
-  const bool leads = (warp & ((1 << p.row_tiles_log2) - 1)) == 0;
-  // SYNC: all warps of the group have read the slot before it is filled again.
-  const auto release = [&] {
-    if (p.row_tiles_log2 == 0) return __syncwarp();
-    sm90::bar_sync(1 + group, 32 << p.row_tiles_log2);
-  };
-  const Sequence& sequence = walk.sequence;
+  const Sequence& sequence = shared.table[walk.index].sequence;
 #pragma unroll 1
-  for (int32_t number = walk.begin + group; number < walk.end; number += groups, ++used) {
-    const int32_t stage = static_cast<int32_t>(used & ((1u << stages_log2) - 1));
-    const uint32_t parity = used >> stages_log2 & 1u;
-    const int32_t slot = ((group << stages_log2) + stage) * 2;
+  for (int32_t number = walk.begin + group.index; number < walk.end; number += group.count) {
+    const int32_t slot = group.slot(ring.stage);
     const int32_t own = attention.own_key(sequence, number);
 
     float s[kChunk / 2];
-    shared.full[slot].wait(parity);
+    shared.full[slot].wait(ring.parity);
     attention.scores(s, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot])));
-    release();
-    if (leads && loader.more) loader.load_k(slot);
+    group.meet();
+    const bool loads = group.leads && loader.more;
+    if (loads) loader.load_k(slot);
 
     if (p.softcap) attn::apply_softcap(s, p.cap);
     const bool lane_whole = own >= attention.whole.begin && own < attention.whole.end;
@@ -81,17 +102,18 @@ __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config
     uint32_t weights[kChunk / 16][4];
     attention.weigh(s, weights);
 
-    shared.full[slot + 1].wait(parity);
+    shared.full[slot + 1].wait(ring.parity);
     if (masked && attention.has_nonfinite(shared.slots[slot + 1])) {
       attention.add_seen_values(weights, shared.slots[slot + 1], seen);
     } else {
       attention.add_values(weights, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot + 1])));
     }
-    release();
-    if (leads && loader.more) {
+    group.meet();
+    if (loads) {
       loader.load_v(slot + 1);
       loader.advance();
     }
+    ring.advance(group.stages());
   }
 }
 
@@ -100,64 +122,93 @@ __global__ void __launch_bounds__(kThreads, Config::kCtas) paged_decode_kernel(c
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
 
-  // 0. The share.
   if (threadIdx.x == 0) {
+    sm90::prefetch_pool(p.k_map);
+    sm90::prefetch_pool(p.v_map);
     for (auto& full : shared.full) full.init(p.by_tma ? 1 : 32);
     sm90::fence_barrier_init();
   }
   // SYNC: the selected pages are the kernel before's.
   if (p.selected != nullptr) cudaGridDependencySynchronize();
-  const int32_t jobs = p.heads_kv * p.row_groups;
-  const int32_t job = p.plan == Plan::kCluster ? blockIdx.x / p.slices % jobs : blockIdx.x % jobs;
+  const bool clustered = p.plan == Plan::kCluster;
+  const int32_t block = static_cast<int32_t>(blockIdx.x), jobs = p.heads_kv * p.row_groups;
+  const int32_t job = (clustered ? block / p.slices : block) % jobs;
+  const int32_t slice = clustered ? 0 : block / jobs;
   const int32_t head = job / p.row_groups, group_row = job % p.row_groups * kGroupRows;
   const Merger<Config> merger{p, shared, head, group_row, job, jobs};
-  Share share;
-  if (p.plan == Plan::kCluster) {
-    share = {static_cast<int32_t>(blockIdx.x / p.slices / jobs), 0, 0, 1, 1};
-  } else {
-    const int32_t slice = blockIdx.x / jobs;
-    share = find_share(p, shared, slice, [&](const Sequence& s) {
-      if (s.batch % p.slices == slice) merger.store_unseen(s);
-    });
-  }
   merger.clear_outside();
-  __syncthreads();
 
-  const int32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const int32_t group = warp >> p.row_tiles_log2, groups = kWarps >> p.row_tiles_log2;
+  const int32_t warp = __shfl_sync(~0u, static_cast<int32_t>(threadIdx.x) / 32, 0);
   const int32_t row_tile = warp & ((1 << p.row_tiles_log2) - 1);
-  const int32_t stages = Config::kPairs << p.row_tiles_log2;
-  Loader<Config> loader(p, shared, share, head, group, groups);
-  if (row_tile == 0) {
-#pragma unroll 1
-    for (int32_t stage = 0; stage < stages && loader.more; ++stage) {
-      loader.load_k((group * stages + stage) * 2);
-      loader.load_v((group * stages + stage) * 2 + 1);
-      loader.advance();
-    }
-  }
-
+  const Group<Config> group = {warp >> p.row_tiles_log2, kWarps >> p.row_tiles_log2, p.row_tiles_log2, row_tile == 0};
+  Loader<Config> loader(p, shared, head, group.index, group.count);
   Attention<Config> attention(p, shared, row_tile);
-  uint32_t used = 0;  // chunks
-  Walk<Config> walk(share);
+  RingPlace ring;
+
+  // 0. The share: once through all sequences, a table at a time; then through those of the share, where one table does not
+  // hold all.
+  const int32_t first = clustered ? block / p.slices / jobs : 0, end = clustered ? first + 1 : p.batch;
+  Share share = {};
+  bool dealt = false;
+  int32_t before = 0, units = 0;
 #pragma unroll 1
-  while (walk.next(p)) {
-    // 1. Queries and rules.
-    write_rules(p, shared, walk.sequence, head, group_row);
-    attention.load_queries(walk.sequence, head, group_row);
-    // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace.
-    __syncthreads();
-    attention.find_whole(walk.sequence);
-    // 2. Chunks.
-    attend_part(p, shared, attention, loader, walk, used);
-    // 3. Rows.
-    attention.store(warp);
-    __syncthreads();
-    if (p.plan == Plan::kCluster) {
-      merger.merge_cluster(walk.sequence);
-    } else {
-      merger.share_part(walk, share);
+  for (int32_t base = first;;) {
+    if (!dealt || end - first > kThreads) {
+      units = write_table(p, shared, base, end, before, [&](const Sequence& s) {
+        if (!dealt && !clustered && s.batch % p.slices == slice) merger.store_unseen(s);
+      });
     }
+    if (!dealt) {
+      before += units;
+      base += kThreads;
+      if (base < end) continue;
+      share = Share::make(before, slice, clustered ? 1 : p.slices);
+      dealt = true;
+      base = first;
+      before = 0;
+      if (end - first > kThreads) continue;
+    }
+    // SYNC: the table is written.
+    __syncthreads();
+    Walk walk = {0, max_of(share.from, before), min_of(share.to, before + units), 0, 0};
+    const TableEntry& own = shared.table[threadIdx.x];
+    if (own.begin <= walk.at && walk.at < own.end) shared.first = static_cast<int32_t>(threadIdx.x);
+    __syncthreads();
+    walk.index = walk.at < walk.to ? shared.first : 0;
+    if (group.leads) {
+      loader.begin(walk);
+      RingPlace fill = ring;
+#pragma unroll 1
+      for (int32_t n = 0; n < group.stages() && loader.more; ++n) {
+        loader.load_k(group.slot(fill.stage));
+        loader.load_v(group.slot(fill.stage) + 1);
+        loader.advance();
+        fill.advance(group.stages());
+      }
+    }
+#pragma unroll 1
+    while (walk.next(p, shared)) {
+      const Sequence& sequence = shared.table[walk.index].sequence;
+      // 1. Queries and rules.
+      write_rules(p, shared, sequence, head, group_row);
+      attention.load_queries(sequence, head, group_row);
+      // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace.
+      __syncthreads();
+      attention.find_whole(sequence);
+      // 2. Chunks.
+      attend_part(p, shared, attention, loader, group, walk, ring);
+      // 3. Rows.
+      attention.store(warp);
+      __syncthreads();
+      if (clustered) {
+        merger.merge_cluster(sequence);
+      } else {
+        merger.share_part(walk, share);
+      }
+    }
+    before += units;
+    base += kThreads;
+    if (base >= end || before >= share.to) break;
   }
   // SYNC: not done before the kernel that it may have overtaken is.
   if (p.waits && threadIdx.x == 0) cudaGridDependencySynchronize();

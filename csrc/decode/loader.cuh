@@ -26,27 +26,30 @@ template <class Config>
 struct Loader {
   const KernelParams& p;
   Shared<Config>& shared;
-  Walk<Config> walk;
-  int32_t head, group, groups;
+  const int32_t head, group, groups;
+  Walk walk;
   int32_t at;   // chunk of the part
   bool more;    // there is a chunk to ask for
   int32_t page, slot;  // where this lane's piece, or row, of it lies; the page as the table has it
 
-  __device__ __forceinline__ Loader(const KernelParams& params, Shared<Config>& shared_memory, const Share& share,
-                                    int32_t kv_head, int32_t group_index, int32_t group_count)
-      : p(params), shared(shared_memory), walk(share), head(kv_head), group(group_index), groups(group_count), at(0) {
-    at = -groups;
+  __device__ __forceinline__ Loader(const KernelParams& params, Shared<Config>& shared_memory, int32_t kv_head,
+                                    int32_t group_index, int32_t group_count)
+      : p(params), shared(shared_memory), head(kv_head), group(group_index), groups(group_count), walk{} {}
+
+  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
+
+  __device__ __forceinline__ void begin(const Walk& from) {
+    walk = from;
+    walk.end = at = 0;
     more = true;
     advance();
   }
-
-  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
 
   // To the next chunk. PERF: its pages are asked for here and used a chunk later.
   __device__ __forceinline__ void advance() {
     at += groups;
     while (at >= walk.end) {
-      if (!walk.next(p)) {
+      if (!walk.next(p, shared)) {
         more = false;
         return;
       }
@@ -56,7 +59,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void locate() {
-    const Sequence& s = walk.sequence;
+    const Sequence& s = shared.table[walk.index].sequence;
     const int32_t offset = p.by_tma ? lane() * p.piece : lane();
     if (offset >= Config::kChunk) return;
     const int32_t chunk = p.selected != nullptr ? at : s.chunk(at);
@@ -98,15 +101,18 @@ struct Loader {
 
   __device__ __forceinline__ void load_rows(uint32_t target, const PoolRef& pool, int32_t columns) const {
     constexpr int32_t kParts = Config::kHeadDim / 8;  // 16-byte parts of a row
-    const char* base = static_cast<const char*>(pool.data) + head * pool.stride_head * 2;
-#pragma unroll 4
+    const int32_t part = lane() % kParts, row = lane() / kParts;
+    const bool inside = part * 8 < columns;
+    const char* base = static_cast<const char*>(pool.data) + (head * pool.stride_head + (inside ? part * 8 : 0)) * 2;
+    const uint64_t own = static_cast<uint64_t>(page * pool.stride_page + slot * pool.stride_slot) * 2;
+    const uint32_t low = static_cast<uint32_t>(own), high = static_cast<uint32_t>(own >> 32);
+    const uint32_t group = target + part / 8 * (Config::kChunk * sm90::kSwizzleRowBytes);
+#pragma unroll
     for (int32_t n = 0; n < Config::kChunk * kParts / 32; ++n) {
-      const int32_t row = (n * 32 + lane()) / kParts, part = (n * 32 + lane()) % kParts;
-      const int64_t from = __shfl_sync(~0u, page, row) * pool.stride_page + __shfl_sync(~0u, slot, row) * pool.stride_slot;
-      const bool inside = part * 8 < columns;
-      const uint32_t to = part / 8 * (Config::kChunk * sm90::kSwizzleRowBytes) + row * sm90::kSwizzleRowBytes +
-                          sm90::swizzled_chunk(row, part % 8) * 16;
-      sm90::copy_async_16(target + to, base + (inside ? (from + part * 8) * 2 : 0), inside ? 16 : 0);
+      const int32_t from = n * (32 / kParts) + row;
+      const uint64_t offset = uint64_t{__shfl_sync(~0u, high, from)} << 32 | __shfl_sync(~0u, low, from);
+      const uint32_t to = from * sm90::kSwizzleRowBytes + sm90::swizzled_chunk(from, part % 8) * 16;
+      sm90::copy_async_16(group + to, base + offset, inside ? 16 : 0);
     }
   }
 };

@@ -66,20 +66,43 @@ struct KernelParams {
   bool waits;      // for the kernel before, which makes `selected` and resets the counters
 };
 
+struct Sequence {
+  int32_t batch;
+  int32_t first_row, queries;  // packed: rows of q; else 0, len_q
+  int32_t kv_len;
+  int32_t pages;  // in use, or selected
+  int32_t first_begin, first_chunks, main_begin, chunks;
+  int32_t unit, units;  // chunks of a unit; units
+
+  // The first of the chunk's keys is this times the chunk. Not with selected pages.
+  __device__ __forceinline__ int32_t chunk(int32_t number) const {
+    return number < first_chunks ? first_begin + number : main_begin + number - first_chunks;
+  }
+};
+
+struct TableEntry {
+  Sequence sequence;
+  int32_t begin, end;  // in units over all sequences
+};
+
 template <class Config>
 struct Shared {
   alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // per group of warps: stages of a K and a V chunk
   alignas(16) float o[kWarps][kTileRows][Config::kORow];
-  uint4 q[Config::kQInRegisters ? 1 : kWarps * Config::kHeadDim / 16][32];  // a warp's fragments, a lane's in one piece
   float2 ml[kWarps][kTileRows];  // reference and sum of each warp's rows
   float2 merged_ml[kGroupRows];
   int4 keys[kGroupRows];         // of each row: first run, main run
   uint32_t tree[kGroupRows];
   float2 alibi[kGroupRows];      // slope, position (an int32_t's bits)
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
+  TableEntry table[kThreads];    // sequences in a row
   int32_t scan[kWarps];
-  int2 first;  // sequence where this CTA's share begins, and the units before it
+  int32_t first;                 // place in the table of the first sequence of the CTA's share
   bool last;   // this CTA's part was the last of its sequence
+
+  // Fragments of Q, a warp's kHeadDim / 16 in a row and a lane's in one piece. They lie in a part of O of their own.
+  __device__ __forceinline__ uint4 (*q())[32] { return reinterpret_cast<uint4(*)[32]>(q_space); }
+  alignas(16) char q_space[Config::kQInRegisters ? 16 : kWarps * Config::kHeadDim * 32];
 };
 
 }  // namespace flashmsa::decode

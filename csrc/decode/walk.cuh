@@ -9,20 +9,6 @@
 
 namespace flashmsa::decode {
 
-struct Sequence {
-  int32_t batch;
-  int32_t first_row, queries;  // packed: rows of q; else 0, len_q
-  int32_t kv_len;
-  int32_t pages;  // in use, or selected
-  int32_t first_begin, first_chunks, main_begin, chunks;
-  int32_t unit, units;  // chunks of a unit; units
-
-  // The first of the chunk's keys is this times the chunk. Not with selected pages.
-  __device__ __forceinline__ int32_t chunk(int32_t number) const {
-    return number < first_chunks ? first_begin + number : main_begin + number - first_chunks;
-  }
-};
-
 // The keys of query i by the band alone.
 __device__ __forceinline__ mask::TwoRuns keys_of(const KernelParams& p, const Sequence& s, int32_t i) {
   if (!p.banded) return {{0, 0}, {0, s.kv_len}};
@@ -88,57 +74,24 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   return s;
 }
 
-// A CTA's share: units [from, to) of all sequences' in a row.
+// A CTA's share: units [from, to) of all sequences' in a row. Of `total` units slice i of `slices` takes
+// [begin_of(i), begin_of(i + 1)); unit u is slice_of(u)'s.
 struct Share {
-  int32_t first_batch, first_begin;  // the sequence where it begins, and the units before that
-  int32_t from, to, total;
-};
+  int32_t from, to, total, slices;
 
-// Of `total` units slice i of `slices` takes [share_begin(i), share_begin(i + 1)); unit u is slice_of(u)'s.
-__device__ __forceinline__ int32_t share_begin(int32_t total, int32_t slice, int32_t slices) {
-  return static_cast<int32_t>(int64_t{total} * slice / slices);
-}
-__device__ __forceinline__ int32_t slice_of(int32_t unit, int32_t total, int32_t slices) {
-  return static_cast<int32_t>(((int64_t{unit} + 1) * slices - 1) / total);
-}
-
-// Goes through a share part by part.
-template <class Config>
-struct Walk {
-  Sequence sequence;
-  int32_t next_batch;
-  int32_t at, to;            // units
-  int32_t seq_begin, seq_end;
-  int32_t begin, end;        // chunks of the part
-
-  __device__ __forceinline__ explicit Walk(const Share& share)
-      : next_batch(share.first_batch),
-        at(share.from),
-        to(share.to),
-        seq_begin(share.first_begin),
-        seq_end(share.first_begin),
-        begin(0),
-        end(0) {}
-
-  __device__ __forceinline__ bool next(const KernelParams& p) {
-    if (at >= to) return false;
-    while (at >= seq_end) {
-      sequence = read_sequence<Config::kChunk>(p, next_batch++);
-      seq_begin = seq_end;
-      seq_end += sequence.units;
-    }
-    if (p.plan == Plan::kCluster) {
-      const int32_t rank = blockIdx.x % p.slices;
-      begin = share_begin(sequence.chunks, rank, p.slices);
-      end = share_begin(sequence.chunks, rank + 1, p.slices);
-      at = to;
-      return true;
-    }
-    const int32_t first = at - seq_begin;
-    at = p.plan == Plan::kBalanced ? min_of(to, seq_end) : at + 1;
-    begin = first * sequence.unit;
-    end = min_of((at - seq_begin) * sequence.unit, sequence.chunks);
-    return true;
+  __device__ __forceinline__ int32_t begin_of(int32_t slice) const {
+    return static_cast<int32_t>(int64_t{total} * slice / slices);
+  }
+  __device__ __forceinline__ int32_t slice_of(int32_t unit) const {
+    return static_cast<int32_t>(((int64_t{unit} + 1) * slices - 1) / total);
+  }
+  // NOTE: no more slices than units, so that every slice between two of a sequence's has a part of it.
+  static __device__ __forceinline__ Share make(int32_t total, int32_t slice, int32_t most_slices) {
+    Share share = {0, 0, total, max_of(min_of(total, most_slices), 1)};
+    if (slice >= share.slices) return share;
+    share.from = share.begin_of(slice);
+    share.to = share.begin_of(slice + 1);
+    return share;
   }
 };
 
@@ -159,44 +112,58 @@ __device__ __forceinline__ int2 block_scan(Shared<Config>& shared, int32_t x) {
     if (w < warp) before += shared.scan[w];
     total += shared.scan[w];
   }
-  __syncthreads();
   return {x + before, total};
 }
 
-// The share of slice `slice`. Calls each(sequence) for every sequence, in one thread each.
+// Fills the table with the sequences from `base` on, before which are `before` units. Returns their units. Calls
+// each(sequence) for every one, in one thread each.
 template <class Config, class Each>
-__device__ __forceinline__ Share find_share(const KernelParams& p, Shared<Config>& shared, int32_t slice,
-                                            const Each& each) {
-  const auto units_of = [&](int32_t batch) { return batch < p.batch ? read_sequence<Config::kChunk>(p, batch).units : 0; };
-  Share share = {0, 0, 0, 0, 0};
-#pragma unroll 1
-  for (int32_t base = 0; base < p.batch; base += kThreads) {
-    const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
-    int32_t units = 0;
-    if (batch < p.batch) {
-      const Sequence s = read_sequence<Config::kChunk>(p, batch);
-      units = s.units;
-      each(s);
-    }
-    share.total += block_scan(shared, units).y;
-  }
-  share.from = share_begin(share.total, slice, p.slices);
-  share.to = share_begin(share.total, slice + 1, p.slices);
-  if (share.from >= share.to) return share;
-  int32_t before = 0;
-#pragma unroll 1
-  for (int32_t base = 0; before <= share.from; base += kThreads) {
-    const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
-    const int32_t units = units_of(batch);
-    const int2 sum = block_scan(shared, units);
-    const int32_t end = before + sum.x;
-    if (end > share.from && end - units <= share.from) shared.first = {batch, end - units};
-    before += sum.y;
-  }
+__device__ __forceinline__ int32_t write_table(const KernelParams& p, Shared<Config>& shared, int32_t base, int32_t end,
+                                               int32_t before, const Each& each) {
+  // SYNC: the table before is done with.
   __syncthreads();
-  share.first_batch = shared.first.x;
-  share.first_begin = shared.first.y;
-  return share;
+  const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
+  TableEntry& entry = shared.table[threadIdx.x];
+  int32_t units = 0;
+  if (batch < end) {
+    const Sequence s = read_sequence<Config::kChunk>(p, batch);
+    units = s.units;
+    entry.sequence = s;
+    each(s);
+  } else {
+    entry.sequence.units = 0;
+  }
+  const int2 sum = block_scan(shared, units);
+  entry.begin = before + sum.x - units;
+  entry.end = before + sum.x;
+  return sum.y;
 }
+
+// Goes through the parts of a share whose sequences are in the table.
+struct Walk {
+  int32_t index;       // in the table
+  int32_t at, to;      // units
+  int32_t begin, end;  // chunks of the part
+
+  template <class Config>
+  __device__ __forceinline__ bool next(const KernelParams& p, const Shared<Config>& shared) {
+    if (at >= to) return false;
+    while (at >= shared.table[index].end) ++index;
+    const TableEntry& entry = shared.table[index];
+    const Sequence& s = entry.sequence;
+    if (p.plan == Plan::kCluster) {
+      const int32_t rank = static_cast<int32_t>(blockIdx.x % p.slices);
+      begin = s.chunks * rank / p.slices;
+      end = s.chunks * (rank + 1) / p.slices;
+      at = to;
+      return true;
+    }
+    const int32_t first = at - entry.begin;
+    at = p.plan == Plan::kBalanced ? min_of(to, entry.end) : at + 1;
+    begin = first * s.unit;
+    end = min_of((at - entry.begin) * s.unit, s.chunks);
+    return true;
+  }
+};
 
 }  // namespace flashmsa::decode

@@ -17,6 +17,11 @@ struct PoolPlace {
   int32_t slot, head, page;
 };
 
+// prefetch.tensormap, of a map that is used or not.
+__device__ __forceinline__ void prefetch_pool(const PoolMap& pool) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&pool.map) : "memory");
+}
+
 // Brings one piece to `shared_address`; its bytes, whatever lies outside the pool, count on `full`. One thread calls it.
 __device__ __forceinline__ void load_piece(uint32_t shared_address, const PoolMap& pool, PoolPlace from,
                                            uint32_t group_bytes, Barrier& full, uint64_t policy) {

@@ -48,7 +48,8 @@ struct Attention {
   uint32_t q[Config::kQInRegisters ? kHeadDim / 16 : 1][4];
   float o[kHeadDim / 2];
   attn::OnlineSoftmax softmax;
-  mask::Interval whole;  // keys that all of the rows see
+  mask::Interval whole;         // keys that all of the rows see
+  mask::Interval whole_chunks;  // numbers of chunks that are among them; not with selected pages
 
   __device__ __forceinline__ Attention(const KernelParams& params, Shared<Config>& shared_memory, int32_t row_tile)
       : p(params),
@@ -102,6 +103,11 @@ struct Attention {
     whole.begin = __reduce_max_sync(~0u, keys.z);
     whole.end = __reduce_min_sync(~0u, keys.w);
     if (p.tree_bits != nullptr) whole.end = min_of(whole.end, s.kv_len - s.queries);
+    whole_chunks = {0, 0};
+    if (p.selected != nullptr) return;
+    const int32_t shift = s.first_chunks - s.main_begin;
+    whole_chunks.begin = max_of(ceil_div(whole.begin, kChunk) + shift, s.first_chunks);
+    whole_chunks.end = whole.end / kChunk + shift;
   }
 
   // ---- A chunk --------------------------------------------------------------------------------------------------------
@@ -117,7 +123,7 @@ struct Attention {
   }
 
   __device__ __forceinline__ uint4& q_slot(int32_t step) const {
-    return shared.q()[threadIdx.x / 32 * (kHeadDim / 16) + step][lane()];
+    return reinterpret_cast<uint4(*)[32]>(shared.o[threadIdx.x / 32])[step][lane()];
   }
   __device__ __forceinline__ void q_fragment(int32_t step, uint32_t (&a)[4]) const {
     if constexpr (Config::kQInRegisters) {
@@ -236,7 +242,7 @@ struct Attention {
   }
 
   // The same as add_values, in which a row takes only values that it sees: 0 times NaN would be NaN. The weights go through
-  // this warp's rows of O in shared memory, which are free until the part ends.
+  // shared memory.
   __device__ __forceinline__ void add_seen_values(const uint32_t (&weights)[kChunk / 16][4], const char* v, uint2 seen) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
@@ -244,7 +250,8 @@ struct Attention {
       seen.y |= __shfl_xor_sync(~0u, seen.y, step);
     }
     const uint32_t any = __reduce_or_sync(~0u, seen.x | seen.y);
-    float(*rows)[Config::kORow] = shared.o[threadIdx.x / 32] + lane() / 4;
+    constexpr int32_t kBehindQ = Config::kQInRegisters ? 0 : kHeadDim / 16 * 128;  // floats
+    auto rows = reinterpret_cast<float(*)[kChunk]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
 #pragma unroll
     for (int n = 0; n < kChunk / 8; ++n) {
 #pragma unroll

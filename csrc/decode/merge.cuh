@@ -5,6 +5,7 @@
 #include "decode/walk.cuh"
 #include "sm90/cluster.cuh"
 #include "sm90/matrix.cuh"
+#include "sm90/registers.cuh"
 
 namespace flashmsa::decode {
 
@@ -25,6 +26,9 @@ struct RowPart {
     reference = top;
   }
 };
+
+// The barrier of all warps that attend.
+__device__ __forceinline__ void sync_attending() { sm90::bar_sync(1, kAttending); }
 
 template <class Config>
 struct Merger {
@@ -90,7 +94,7 @@ struct Merger {
   // ---- A part that is its whole sequence, or all of it that there is --------------------------------------------------
 
   __device__ __forceinline__ void store_whole(const Sequence& s) const {
-    for_each(s, threadIdx.x, kThreads, [&](int32_t row, int32_t column) { store(s, row, column, of_warps(row, column)); });
+    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) { store(s, row, column, of_warps(row, column)); });
   }
 
   // The rows of a sequence of which nothing is seen, and packed rows behind those that were promised; by one thread.
@@ -115,7 +119,7 @@ struct Merger {
 
   // Packed rows before the first sequence and behind the last: a warp each, over all CTAs.
   __device__ __forceinline__ void clear_outside() const {
-    if (p.cu_seqlens_q == nullptr) return;
+    if (p.cu_seqlens_q == nullptr || threadIdx.x >= kAttending) return;
     const int32_t begin = clamp(p.cu_seqlens_q[0], 0, p.total_q);
     const int32_t end = clamp(p.cu_seqlens_q[p.batch], begin, p.total_q);
     const int32_t outside = begin + p.total_q - end;
@@ -129,7 +133,7 @@ struct Merger {
   // ---- Parts of the CTAs of a cluster, through each other's shared memory ---------------------------------------------
 
   __device__ __forceinline__ void merge_cluster(const Sequence& s) const {
-    for_each(s, threadIdx.x, kThreads, [&](int32_t row, int32_t column) {
+    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) {
       const RowPart part = of_warps(row, column);
       // In the place of the first warp's, which nobody else reads.
       *reinterpret_cast<float4*>(&shared.o[row / kTileRows][row % kTileRows][column]) = part.o;
@@ -137,8 +141,8 @@ struct Merger {
     });
     // SYNC: every CTA's parts are there.
     sm90::cluster_sync();
-    const int32_t first = static_cast<int32_t>(threadIdx.x + kThreads * sm90::cluster_rank());
-    for_each(s, first, kThreads * p.slices, [&](int32_t row, int32_t column) {
+    const int32_t first = static_cast<int32_t>(threadIdx.x + kAttending * sm90::cluster_rank());
+    for_each(s, first, kAttending * p.slices, [&](int32_t row, int32_t column) {
       const uint32_t o =
           static_cast<uint32_t>(__cvta_generic_to_shared(&shared.o[row / kTileRows][row % kTileRows][column]));
       const uint32_t ml = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.merged_ml[row]));
@@ -158,10 +162,17 @@ struct Merger {
     sm90::cluster_sync();
   }
 
+  // For the warp that has no part in it.
+  __device__ __forceinline__ void wait_for_cluster() const {
+    __syncwarp();
+    sm90::cluster_sync();
+    sm90::cluster_sync();
+  }
+
   // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------
 
   __device__ __forceinline__ void store_part(const Sequence& s, int64_t index) const {
-    for_each(s, threadIdx.x, kThreads, [&](int32_t row, int32_t column) {
+    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) {
       const RowPart part = of_warps(row, column);
       const int64_t place = index * p.part_rows + row;
       __stcg(reinterpret_cast<float4*>(p.part_o + place * p.head_dim_v + column), part.o);
@@ -171,21 +182,50 @@ struct Merger {
 
   // Part n lies at first for n = 0, then at others + n * step.
   struct Places {
-    int64_t first, others, step;
-    __device__ __forceinline__ int64_t of(int32_t n) const { return n == 0 ? first : others + n * step; }
+    int64_t first, others;
+    int32_t step;
   };
 
+  // PERF: kItems quads of columns a thread and kBatch parts of each are asked for together: a round trip to the L2 is most
+  // of the time of a merge.
+  template <int32_t kItems, int32_t kBatch>
   __device__ __forceinline__ void merge_parts(const Sequence& s, const Places& places, int32_t parts) const {
-    for_each(s, threadIdx.x, kThreads, [&](int32_t row, int32_t column) {
-      RowPart part;
-#pragma unroll 4
-      for (int32_t n = 0; n < parts; ++n) {
-        const int64_t place = places.of(n) * p.part_rows + row;
-        part.add(__ldcg(p.part_ml + place),
-                 __ldcg(reinterpret_cast<const float4*>(p.part_o + place * p.head_dim_v + column)));
+    const int32_t quads = p.head_dim_v / 4, count = rows_of(s) * quads;
+    const int64_t first_origin = places.first * p.part_rows, origin = places.others * p.part_rows;
+    const int32_t step = places.step * p.part_rows;
+#pragma unroll 1
+    for (int32_t base = threadIdx.x; base < count; base += kItems * kAttending) {
+      RowPart part[kItems];
+#pragma unroll 1
+      for (int32_t first = 0; first < parts; first += kBatch) {
+        float2 ml[kItems][kBatch];
+        float4 o[kItems][kBatch];
+#pragma unroll
+        for (int32_t i = 0; i < kItems; ++i) {
+          const int32_t item = min_of(base + i * kAttending, count - 1), row = item / quads, quad = item - row * quads;
+#pragma unroll
+          for (int32_t n = 0; n < kBatch; ++n) {
+            // Past the last part: once more the last, and not added.
+            const int32_t part_index = min_of(first + n, parts - 1);
+            const int64_t place = (part_index == 0 ? first_origin : origin) + part_index * step + row;
+            ml[i][n] = __ldcg(p.part_ml + place);
+            o[i][n] = __ldcg(reinterpret_cast<const float4*>(p.part_o) + place * quads + quad);
+          }
+        }
+#pragma unroll
+        for (int32_t i = 0; i < kItems; ++i) {
+#pragma unroll
+          for (int32_t n = 0; n < kBatch; ++n) {
+            if (first + n < parts) part[i].add(ml[i][n], o[i][n]);
+          }
+        }
       }
-      store(s, row, column, part);
-    });
+#pragma unroll
+      for (int32_t i = 0; i < kItems; ++i) {
+        const int32_t item = base + i * kAttending, row = item / quads;
+        if (item < count) store(s, row, (item - row * quads) * 4, part[i]);
+      }
+    }
   }
 
   // Stores the part that `walk` stands at; the last CTA to do so for its sequence merges all of them, in order.
@@ -201,7 +241,7 @@ struct Merger {
       parts = share.slice_of(entry.end - 1) - first + 1;
       const auto place = [&](int64_t at) { return (at * jobs + job) * 2; };
       own = place(slice) + (share.from < entry.begin);
-      places = {place(first) + (share.begin_of(first) < entry.begin), place(first), 2 * int64_t{jobs}};
+      places = {place(first) + (share.begin_of(first) < entry.begin), place(first), 2 * jobs};
     } else {
       const int64_t first = (int64_t{s.batch} * jobs + job) * p.parts;
       own = first + walk.begin / s.unit;
@@ -212,15 +252,20 @@ struct Merger {
     store_part(s, own);
     // SYNC: the part is visible to whoever sees it counted.
     __threadfence();
-    __syncthreads();
+    sync_attending();
     if (threadIdx.x == 0) {
       // SYNC: the counters are reset by the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
       shared.last = atomicAdd(p.counters + int64_t{s.batch} * jobs + job, 1) == parts - 1;
       __threadfence();
     }
-    __syncthreads();
-    if (shared.last) merge_parts(s, places, parts);
+    sync_attending();
+    if (!shared.last) return;
+    if (rows_of(s) * p.head_dim_v / 4 <= kAttending) {
+      merge_parts<1, 16>(s, places, parts);
+    } else {
+      merge_parts<4, 3>(s, places, parts);
+    }
   }
 };
 

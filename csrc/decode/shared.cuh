@@ -85,24 +85,37 @@ struct TableEntry {
   int32_t begin, end;  // in units over all sequences
 };
 
+// Where a ring stands.
+struct RingPlace {
+  int32_t stage = 0;
+  uint32_t parity = 0;
+
+  template <int32_t kStages>
+  __device__ __forceinline__ void advance() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
 template <class Config>
 struct Shared {
-  alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // per group of warps: stages of a K and a V chunk
+  alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: a K and a V chunk for each warp
+  // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
   alignas(16) float o[kWarps][kTileRows][Config::kORow];
   float2 ml[kWarps][kTileRows];  // reference and sum of each warp's rows
   float2 merged_ml[kGroupRows];
   int4 keys[kGroupRows];         // of each row: first run, main run
   uint32_t tree[kGroupRows];
   float2 alibi[kGroupRows];      // slope, position (an int32_t's bits)
-  sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
-  TableEntry table[kThreads];    // sequences in a row
-  int32_t scan[kWarps];
+  sm90::Barrier full[Config::kSlots];   // one arrival and the bytes, or one arrival a lane
+  sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
+
+  static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) { return (stage * kWarps + chunk) * 2; }
+  TableEntry table[kAttending];    // sequences in a row
+  int32_t scan[kThreads / 32];
   int32_t first;                 // place in the table of the first sequence of the CTA's share
   bool last;   // this CTA's part was the last of its sequence
-
-  // Fragments of Q, a warp's kHeadDim / 16 in a row and a lane's in one piece. They lie in a part of O of their own.
-  __device__ __forceinline__ uint4 (*q())[32] { return reinterpret_cast<uint4(*)[32]>(q_space); }
-  alignas(16) char q_space[Config::kQInRegisters ? 16 : kWarps * Config::kHeadDim * 32];
 };
 
 }  // namespace flashmsa::decode

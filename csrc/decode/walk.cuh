@@ -108,7 +108,7 @@ __device__ __forceinline__ int2 block_scan(Shared<Config>& shared, int32_t x) {
   __syncthreads();
   int32_t total = 0, before = 0;
 #pragma unroll
-  for (int32_t w = 0; w < kWarps; ++w) {
+  for (int32_t w = 0; w < kThreads / 32; ++w) {
     if (w < warp) before += shared.scan[w];
     total += shared.scan[w];
   }
@@ -123,19 +123,19 @@ __device__ __forceinline__ int32_t write_table(const KernelParams& p, Shared<Con
   // SYNC: the table before is done with.
   __syncthreads();
   const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
-  TableEntry& entry = shared.table[threadIdx.x];
+  const bool writes = threadIdx.x < kAttending;
   int32_t units = 0;
-  if (batch < end) {
+  if (writes && batch < end) {
     const Sequence s = read_sequence<Config::kChunk>(p, batch);
     units = s.units;
-    entry.sequence = s;
+    shared.table[threadIdx.x].sequence = s;
     each(s);
-  } else {
-    entry.sequence.units = 0;
   }
   const int2 sum = block_scan(shared, units);
-  entry.begin = before + sum.x - units;
-  entry.end = before + sum.x;
+  if (writes) {
+    shared.table[threadIdx.x].begin = before + sum.x - units;
+    shared.table[threadIdx.x].end = before + sum.x;
+  }
   return sum.y;
 }
 

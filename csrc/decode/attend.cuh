@@ -92,13 +92,25 @@ struct Attention {
         q_slot(step) = {a[0], a[1], a[2], a[3]};
       }
     }
-#pragma unroll
-    for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.0f;
-    softmax = attn::OnlineSoftmax();
+  }
+
+  // Brings the queries of a sequence, of all tiles, to the L2; by the threads that attend. PERF: behind the chunks that are
+  // in flight they would take microseconds from memory.
+  __device__ __forceinline__ void prefetch_queries(const Sequence& s, int32_t head, int32_t group_row) const {
+    const int32_t row = group_row + static_cast<int32_t>(threadIdx.x) / 2;
+    const int32_t i = row / p.q_heads_per_kv_head, h = row - i * p.q_heads_per_kv_head;
+    if (i >= s.queries) return;
+    const Element* from = static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch +
+                          (int64_t{head} * p.q_heads_per_kv_head + h) * p.q.stride_head +
+                          (int64_t{s.first_row} + i) * p.q.stride_seq;
+    for (int32_t column = threadIdx.x % 2 * 64; column < p.head_dim; column += 128) sm90::prefetch_l2(from + column);
   }
 
   // After shared.keys is written.
-  __device__ __forceinline__ void find_whole(const Sequence& s) {
+  __device__ __forceinline__ void begin_part(const Sequence& s) {
+#pragma unroll
+    for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.0f;
+    softmax = attn::OnlineSoftmax();
     const int4 keys = shared.keys[first_row + lane() % kTileRows];
     whole.begin = __reduce_max_sync(~0u, keys.z);
     whole.end = __reduce_min_sync(~0u, keys.w);

@@ -1,6 +1,6 @@
 // Attention of few queries to long caches on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V.
 //
-// Roles       four warps attend, one loads. The rows of a kv head, its query heads for every query, fill 1, 2 or 4 tiles of
+// Roles       four warps attend, four load a chunk of each tile. The rows of a kv head, its query heads for every query, fill 1, 2 or 4 tiles of
 //             16; each warp has one tile and, with the others of that tile, deals out the chunks of keys.
 // Shared      a ring of tiles of K and V, four chunks each; O, references and sums of the warps: shared.cuh.
 // Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk.
@@ -9,8 +9,8 @@
 //             2. a chunk: wait K, S = Q K^T, softmax, wait V, O += P V
 //             3. the warps' O, references and sums to shared memory; merged, and merged with other CTAs' parts
 //             4. the next part
-// Blocks      CTA c works for head c % heads, so that neighbours read the same tokens' heads together; in a cluster, for one
-//             sequence and head.
+// Blocks      (head, slice), heads first, so that neighbours read the same tokens' heads together; (rank, head, sequence) with
+//             clusters.
 #pragma once
 
 #include "decode/attend.cuh"
@@ -92,20 +92,42 @@ __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config
       const int32_t slot = Shared<Config>::k_slot(ring.stage, chunk);
       if (tile + chunk < walk.end) {
         attend_chunk(p, shared, attention, sequence, tile + chunk, slot, ring.parity);
-      } else if (threadIdx.x % 32 == 0) {
-        shared.empty[slot].arrive();
-        shared.empty[slot + 1].arrive();
+      } else {
+        // SYNC: a slot that goes round empty is given back when it was given, not before.
+        shared.full[slot].wait(ring.parity);
+        shared.full[slot + 1].wait(ring.parity);
+        if (threadIdx.x % 32 == 0) {
+          shared.empty[slot].arrive();
+          shared.empty[slot + 1].arrive();
+        }
       }
     }
     ring.advance<Config::kStages>();
   }
 }
 
+// Named barriers: 1 is sync_attending's.
+inline constexpr uint32_t kQueriesAsked = 2;
+
 template <class Config>
-__global__ void __launch_bounds__(kThreads, Config::kCtas) paged_decode_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
 
+  const bool clustered = p.plan == Plan::kCluster;
+  const int32_t job = clustered ? blockIdx.y : blockIdx.x, slice = clustered ? 0 : blockIdx.y;
+  const int32_t head = p.row_groups == 1 ? job : job / p.row_groups;
+  const int32_t group_row = (job - head * p.row_groups) * kGroupRows;
+  const int32_t warp = __shfl_sync(~0u, static_cast<int32_t>(threadIdx.x) / 32, 0);
+  const bool attends = warp < kWarps;
+  const Merger<Config> merger{p, shared, head, group_row, job, p.heads_kv * p.row_groups};
+  Loader<Config> loader{p, shared, head, warp - kWarps};
+  Attention<Config> attention(p, shared, warp & ((1 << p.row_tiles_log2) - 1));
+  RingPlace ring;
+
+  // PERF: in a cluster the sequence is known before its length is.
+  const int32_t first = clustered ? static_cast<int32_t>(blockIdx.z) : 0, end = clustered ? first + 1 : p.batch;
+  if (clustered && attends) attention.load_queries({first, 0, p.len_q}, head, group_row);
   if (threadIdx.x == kAttending) {
     sm90::prefetch_pool(p.k_map);
     sm90::prefetch_pool(p.v_map);
@@ -117,22 +139,10 @@ __global__ void __launch_bounds__(kThreads, Config::kCtas) paged_decode_kernel(c
   }
   // SYNC: the selected pages are the kernel before's.
   if (p.selected != nullptr) cudaGridDependencySynchronize();
-  const bool clustered = p.plan == Plan::kCluster;
-  const int32_t block = static_cast<int32_t>(blockIdx.x), jobs = p.heads_kv * p.row_groups;
-  const int32_t job = (clustered ? block / p.slices : block) % jobs;
-  const int32_t slice = clustered ? 0 : block / jobs;
-  const int32_t head = job / p.row_groups, group_row = job % p.row_groups * kGroupRows;
-  const Merger<Config> merger{p, shared, head, group_row, job, jobs};
   merger.clear_outside();
-
-  const int32_t warp = __shfl_sync(~0u, static_cast<int32_t>(threadIdx.x) / 32, 0);
-  Loader<Config> loader{p, shared, head};
-  Attention<Config> attention(p, shared, warp & ((1 << p.row_tiles_log2) - 1));
-  RingPlace ring;
 
   // 0. The share: once through all sequences, a table at a time; then through those of the share, where one table does not
   // hold all.
-  const int32_t first = clustered ? block / p.slices / jobs : 0, end = clustered ? first + 1 : p.batch;
   const bool many = end - first > kAttending;
   Share share = {};
   bool dealt = false;
@@ -141,7 +151,9 @@ __global__ void __launch_bounds__(kThreads, Config::kCtas) paged_decode_kernel(c
   for (int32_t base = first;;) {
     if (!dealt || many) {
       units = write_table(p, shared, base, end, before, [&](const Sequence& s) {
-        if (!dealt && !clustered && s.batch % p.slices == slice) merger.store_unseen(s);
+        if (!dealt && !clustered && (s.units == 0 || p.cu_seqlens_q != nullptr) && s.batch % p.slices == slice) {
+          merger.store_unseen(s);
+        }
       });
     }
     if (!dealt) {
@@ -155,28 +167,38 @@ __global__ void __launch_bounds__(kThreads, Config::kCtas) paged_decode_kernel(c
       if (many) continue;
     }
     Walk walk = {0, max_of(share.from, before), min_of(share.to, before + units), 0, 0};
-    if (threadIdx.x < kAttending) {
+    if (attends) {
       const TableEntry& own = shared.table[threadIdx.x];
       if (own.begin <= walk.at && walk.at < own.end) shared.first = static_cast<int32_t>(threadIdx.x);
     }
     // SYNC: the table is written.
     __syncthreads();
     walk.index = walk.at < walk.to ? shared.first : 0;
-    if (warp == kWarps) {
+    const bool any = walk.at < walk.to;
+    if (!attends) {
+      // PERF: the first queries go ahead of the first chunks, or they would wait for all of them.
+      if (any) sm90::bar_sync(kQueriesAsked, kThreads);
       loader.run(walk, ring);
       if (clustered) merger.wait_for_cluster();
     } else {
+      const int32_t entries = min_of(end - base, kAttending);
+      bool asked = false;
 #pragma unroll 1
       while (walk.next(p, shared)) {
         const Sequence& sequence = shared.table[walk.index].sequence;
         // 1. Queries and rules.
-        write_rules(p, shared, sequence, head, group_row);
         // SYNC: the part before is merged; Q will lie where its O does.
         if constexpr (!Config::kQInRegisters) sync_attending();
-        attention.load_queries(sequence, head, group_row);
+        if (!clustered) attention.load_queries(sequence, head, group_row);
+        if (!asked) sm90::bar_arrive(kQueriesAsked, kThreads);
+        asked = true;
+        if (walk.at < walk.to && walk.index + 1 < entries) {
+          attention.prefetch_queries(shared.table[walk.index + 1].sequence, head, group_row);
+        }
+        write_rules(p, shared, sequence, head, group_row);
         // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace.
         sync_attending();
-        attention.find_whole(sequence);
+        attention.begin_part(sequence);
         // 2. Chunks.
         attend_part(p, shared, attention, walk, ring);
         // 3. Rows.

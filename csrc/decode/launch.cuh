@@ -33,7 +33,7 @@ struct Grid {
   size_t counters, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
 };
 
-inline void choose_plan(const PagedParams& p, int32_t num_sms, int32_t ctas_of_sm, Grid& grid) {
+inline void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
   const int64_t clusters = int64_t{p.batch} * grid.jobs;
   grid.parts = 1;
   if (p.num_splits > 0) {
@@ -54,8 +54,8 @@ inline void choose_plan(const PagedParams& p, int32_t num_sms, int32_t ctas_of_s
   const int64_t units = grid.plan == Plan::kBalanced ? p.batch * ceil_div<int64_t>(grid.capacity, kGrainKeys)
                                                      : int64_t{p.batch} * grid.parts;
   int32_t slices = max_of(num_sms / grid.jobs, 1);
-  // Where heads do not divide the SMs well, two CTAs an SM do better.
-  if (slices * grid.jobs * 20 < num_sms * 17) slices = max_of(num_sms * ctas_of_sm / grid.jobs, 1);
+  // Where heads leave many SMs idle, or do not fit at once: several rounds of CTAs, so that the last one weighs less.
+  if (slices * grid.jobs * 4 < num_sms * 3 || grid.jobs > num_sms) slices = max_of(4 * num_sms / grid.jobs, 1);
   grid.slices = static_cast<int32_t>(clamp<int64_t>(units, 1, slices));
   grid.ctas = grid.jobs * grid.slices;
 }
@@ -71,7 +71,7 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
   const int32_t tiles = ceil_div(grid.rows, kTileRows);
   grid.row_tiles_log2 = tiles <= 1 ? 0 : tiles == 2 ? 1 : 2;
   grid.jobs = p.heads_kv * grid.row_groups;
-  choose_plan(p, num_sms, Config::kCtas, grid);
+  choose_plan(p, num_sms, grid);
 
   grid.shared = grid.plan == Plan::kBalanced ? grid.slices > 1 : grid.parts > 1;
   if (grid.shared) {
@@ -206,7 +206,7 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   cudaLaunchAttribute attributes[1];
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.ctas);
+  config.gridDim = grid.plan == Plan::kCluster ? dim3(kClusterSize, grid.jobs, p.batch) : dim3(grid.jobs, grid.slices);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;

@@ -123,8 +123,8 @@ struct Merger {
     const int32_t begin = clamp(p.cu_seqlens_q[0], 0, p.total_q);
     const int32_t end = clamp(p.cu_seqlens_q[p.batch], begin, p.total_q);
     const int32_t outside = begin + p.total_q - end;
-    const int64_t warps = int64_t{gridDim.x} * kWarps;
-    for (int64_t n = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; n < int64_t{outside} * p.heads_q; n += warps) {
+    const int64_t warps = int64_t{gridDim.x} * gridDim.y * kWarps;
+    for (int64_t n = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kWarps + threadIdx.x / 32; n < int64_t{outside} * p.heads_q; n += warps) {
       const int32_t row = static_cast<int32_t>(n % outside);
       clear_row(n / outside, row < begin ? row : end + row - begin, threadIdx.x % 32, 32);
     }
@@ -142,7 +142,7 @@ struct Merger {
     // SYNC: every CTA's parts are there.
     sm90::cluster_sync();
     const int32_t first = static_cast<int32_t>(threadIdx.x + kAttending * sm90::cluster_rank());
-    for_each(s, first, kAttending * p.slices, [&](int32_t row, int32_t column) {
+    for_each(s, first, kAttending * kClusterSize, [&](int32_t row, int32_t column) {
       const uint32_t o =
           static_cast<uint32_t>(__cvta_generic_to_shared(&shared.o[row / kTileRows][row % kTileRows][column]));
       const uint32_t ml = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.merged_ml[row]));
@@ -237,7 +237,7 @@ struct Merger {
     Places places;
     if (p.plan == Plan::kBalanced) {
       // Every CTA has two places: for the part that its share begins with, and for one that begins later.
-      const int32_t slice = static_cast<int32_t>(blockIdx.x) / jobs, first = share.slice_of(entry.begin);
+      const int32_t slice = static_cast<int32_t>(blockIdx.y), first = share.slice_of(entry.begin);
       parts = share.slice_of(entry.end - 1) - first + 1;
       const auto place = [&](int64_t at) { return (at * jobs + job) * 2; };
       own = place(slice) + (share.from < entry.begin);

@@ -64,14 +64,25 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   s.pages = 0;
   find_chunks<kChunk>(p, s);
 
-  s.unit = kGrainKeys / kChunk;
-  if (p.plan == Plan::kFixed || p.plan == Plan::kInvariant) {
+  if (p.plan == Plan::kCluster) {
+    s.unit = s.chunks;
+    s.units = 1;
+  } else if (p.plan == Plan::kBalanced) {
+    s.unit = kGrainKeys / kChunk;
+    s.units = ceil_div(s.chunks, kGrainKeys / kChunk);
+  } else {
     int32_t parts = p.parts;
     if (p.plan == Plan::kInvariant) parts = min_of(parts, ceil_div(s.chunks, kInvariantKeys / kChunk));
     s.unit = max_of(ceil_div(s.chunks, max_of(parts, 1)), 1);
+    s.units = ceil_div(s.chunks, s.unit);
   }
-  s.units = p.plan == Plan::kCluster ? 1 : ceil_div(s.chunks, s.unit);
   return s;
+}
+
+// x * y / z, rounded down. PERF: a division of 64 bits takes several times as long.
+__device__ __forceinline__ int32_t scaled(uint32_t x, uint32_t y, uint32_t z) {
+  const uint64_t product = uint64_t{x} * y;
+  return static_cast<int32_t>(product >> 32 == 0 ? static_cast<uint32_t>(product) / z : product / z);
 }
 
 // A CTA's share: units [from, to) of all sequences' in a row. Of `total` units slice i of `slices` takes
@@ -80,10 +91,13 @@ struct Share {
   int32_t from, to, total, slices;
 
   __device__ __forceinline__ int32_t begin_of(int32_t slice) const {
-    return static_cast<int32_t>(int64_t{total} * slice / slices);
+    return scaled(static_cast<uint32_t>(total), static_cast<uint32_t>(slice), static_cast<uint32_t>(slices));
   }
   __device__ __forceinline__ int32_t slice_of(int32_t unit) const {
-    return static_cast<int32_t>(((int64_t{unit} + 1) * slices - 1) / total);
+    // The last slice that begins at or before it: ceil((unit + 1) * slices / total) - 1.
+    const uint64_t last = (uint64_t{static_cast<uint32_t>(unit)} + 1) * static_cast<uint32_t>(slices) - 1;
+    const uint32_t units = static_cast<uint32_t>(total);
+    return static_cast<int32_t>(last >> 32 == 0 ? static_cast<uint32_t>(last) / units : last / units);
   }
   // NOTE: no more slices than units, so that every slice between two of a sequence's has a part of it.
   static __device__ __forceinline__ Share make(int32_t total, int32_t slice, int32_t most_slices) {
@@ -152,9 +166,9 @@ struct Walk {
     const TableEntry& entry = shared.table[index];
     const Sequence& s = entry.sequence;
     if (p.plan == Plan::kCluster) {
-      const int32_t rank = static_cast<int32_t>(blockIdx.x % p.slices);
-      begin = s.chunks * rank / p.slices;
-      end = s.chunks * (rank + 1) / p.slices;
+      const int32_t rank = static_cast<int32_t>(blockIdx.x);
+      begin = s.chunks * rank / kClusterSize;
+      end = s.chunks * (rank + 1) / kClusterSize;
       at = to;
       return true;
     }

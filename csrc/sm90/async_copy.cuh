@@ -13,6 +13,11 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared_address, const voi
                : "memory");
 }
 
+// prefetch.global.L2: the line that an address lies in.
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
 // cp.async.mbarrier.arrive.noinc: this thread arrives when all copies that it asked for so far are there. It is one of the
 // arrivals that the barrier was made for.
 __device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {

@@ -52,10 +52,7 @@ struct Attention {
   mask::Interval whole_chunks;  // numbers of chunks that are among them; not with selected pages
 
   __device__ __forceinline__ Attention(const KernelParams& params, Shared<Config>& shared_memory, int32_t row_tile)
-      : p(params),
-        shared(shared_memory),
-        first_row(row_tile * kTileRows),
-        layout{params.piece_log2} {}
+      : p(params), shared(shared_memory), first_row(row_tile * kTileRows), layout{params.piece_log2} {}
 
   __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
 
@@ -255,7 +252,8 @@ struct Attention {
 
   // The same as add_values, in which a row takes only values that it sees: 0 times NaN would be NaN. The weights go through
   // shared memory.
-  __device__ __forceinline__ void add_seen_values(const uint32_t (&weights)[kChunk / 16][4], const char* v, uint2 seen) {
+  __device__ __forceinline__ void add_seen_values(const uint32_t (&weights)[kChunk / 16][4], const char* v,
+                                                  uint2 seen) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
       seen.x |= __shfl_xor_sync(~0u, seen.x, step);
@@ -263,7 +261,7 @@ struct Attention {
     }
     const uint32_t any = __reduce_or_sync(~0u, seen.x | seen.y);
     constexpr int32_t kBehindQ = Config::kQInRegisters ? 0 : kHeadDim / 16 * 128;  // floats
-    auto rows = reinterpret_cast<float(*)[kChunk]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
+    auto rows = reinterpret_cast<float (*)[kChunk]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
 #pragma unroll
     for (int n = 0; n < kChunk / 8; ++n) {
 #pragma unroll

@@ -46,8 +46,9 @@ __device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config
 
 // A chunk: K, V and what is between.
 template <class Config>
-__device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Config>& shared, Attention<Config>& attention,
-                                             const Sequence& sequence, int32_t number, int32_t slot, uint32_t parity) {
+__device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Config>& shared,
+                                             Attention<Config>& attention, const Sequence& sequence, int32_t number,
+                                             int32_t slot, uint32_t parity) {
   constexpr int32_t kChunk = Config::kChunk;
   // SYNC: the slot is filled again when all of its warps have read it.
   const auto release = [&](int32_t index) {

@@ -28,7 +28,7 @@ struct Grid {
   int32_t jobs;  // kv heads x groups of rows
   Plan plan;
   int32_t slices, parts, ctas;
-  bool shared;   // sequences may be cut: parts and counters
+  bool shared;  // sequences may be cut: parts and counters
   int64_t parts_in_all;
   size_t counters, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
 };
@@ -75,7 +75,8 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
 
   grid.shared = grid.plan == Plan::kBalanced ? grid.slices > 1 : grid.parts > 1;
   if (grid.shared) {
-    grid.parts_in_all = grid.plan == Plan::kBalanced ? int64_t{2} * grid.ctas : int64_t{p.batch} * grid.jobs * grid.parts;
+    grid.parts_in_all =
+        grid.plan == Plan::kBalanced ? int64_t{2} * grid.ctas : int64_t{p.batch} * grid.jobs * grid.parts;
   }
   const auto take = [&](size_t bytes) {
     const size_t place = grid.bytes;
@@ -196,8 +197,12 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
   const Grid grid = make_grid<Config>(p, num_sms);
   const KernelParams params = make_params<Config>(p, grid, workspace);
   if (params.waits) {
-    const PrepareParams before = {params.counters, grid.jobs, p.query_pages, p.pages_per_block,
-                                  const_cast<int2*>(params.selected), const_cast<int32_t*>(params.selected_count)};
+    const PrepareParams before = {params.counters,
+                                  grid.jobs,
+                                  p.query_pages,
+                                  p.pages_per_block,
+                                  const_cast<int2*>(params.selected),
+                                  const_cast<int32_t*>(params.selected_count)};
     prepare(p, before, grid.capacity, stream);
   }
 

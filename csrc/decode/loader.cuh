@@ -30,7 +30,7 @@ struct Loader {
   Shared<Config>& shared;
   const int32_t head, chunk;
   Walk walk;
-  int32_t at;          // first chunk of the tile, in the part
+  int32_t at;  // first chunk of the tile, in the part
   int32_t page, slot;  // where this lane's piece, or row, of the chunk lies; the page as the table has it
 
   __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }

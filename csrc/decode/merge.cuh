@@ -94,7 +94,8 @@ struct Merger {
   // ---- A part that is its whole sequence, or all of it that there is --------------------------------------------------
 
   __device__ __forceinline__ void store_whole(const Sequence& s) const {
-    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) { store(s, row, column, of_warps(row, column)); });
+    for_each(s, threadIdx.x, kAttending,
+             [&](int32_t row, int32_t column) { store(s, row, column, of_warps(row, column)); });
   }
 
   // The rows of a sequence of which nothing is seen, and packed rows behind those that were promised; by one thread.
@@ -105,7 +106,8 @@ struct Merger {
     if (p.cu_seqlens_q == nullptr || group_row != 0) return;
     const int32_t end = clamp(p.cu_seqlens_q[s.batch + 1], s.first_row, p.total_q);
     for (int32_t h = 0; h < p.q_heads_per_kv_head; ++h) {
-      for (int32_t row = s.first_row + s.queries; row < end; ++row) clear_row(head * p.q_heads_per_kv_head + h, row, 0, 1);
+      for (int32_t row = s.first_row + s.queries; row < end; ++row)
+        clear_row(head * p.q_heads_per_kv_head + h, row, 0, 1);
     }
   }
 
@@ -124,7 +126,8 @@ struct Merger {
     const int32_t end = clamp(p.cu_seqlens_q[p.batch], begin, p.total_q);
     const int32_t outside = begin + p.total_q - end;
     const int64_t warps = int64_t{gridDim.x} * gridDim.y * kWarps;
-    for (int64_t n = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kWarps + threadIdx.x / 32; n < int64_t{outside} * p.heads_q; n += warps) {
+    for (int64_t n = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kWarps + threadIdx.x / 32;
+         n < int64_t{outside} * p.heads_q; n += warps) {
       const int32_t row = static_cast<int32_t>(n % outside);
       clear_row(n / outside, row < begin ? row : end + row - begin, threadIdx.x % 32, 32);
     }

@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
 
 void prepare(const PagedParams& call, const PrepareParams& params, int32_t capacity, cudaStream_t stream) {
   if (call.batch == 0) return;
-  const Pages pages = {call.kv_lens,   call.block_table, call.block_table_stride, call.num_pages,
-                       call.page_size, call.max_pages,   capacity};
+  const Pages pages = {call.kv_lens,   call.block_table, call.block_table_stride, call.num_pages, call.page_size,
+                       call.max_pages, capacity};
   const size_t bytes = params.query_pages == nullptr ? 0 : size_t{4} * ceil_div(call.max_pages, 32);
   if (bytes > 0) {
-    FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(bytes)));
+    FLASHMSA_CHECK_CUDA(
+        cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   }
   prepare_kernel<<<call.batch, kPrepareThreads, bytes, stream>>>(params, pages);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());

@@ -105,17 +105,19 @@ struct Shared {
   alignas(16) float o[kWarps][kTileRows][Config::kORow];
   float2 ml[kWarps][kTileRows];  // reference and sum of each warp's rows
   float2 merged_ml[kGroupRows];
-  int4 keys[kGroupRows];         // of each row: first run, main run
+  int4 keys[kGroupRows];  // of each row: first run, main run
   uint32_t tree[kGroupRows];
-  float2 alibi[kGroupRows];      // slope, position (an int32_t's bits)
-  sm90::Barrier full[Config::kSlots];   // one arrival and the bytes, or one arrival a lane
+  float2 alibi[kGroupRows];  // slope, position (an int32_t's bits)
+  sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
-  static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) { return (stage * kWarps + chunk) * 2; }
-  TableEntry table[kAttending];    // sequences in a row
+  static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
+    return (stage * kWarps + chunk) * 2;
+  }
+  TableEntry table[kAttending];  // sequences in a row
   int32_t scan[kThreads / 32];
-  int32_t first;                 // place in the table of the first sequence of the CTA's share
-  bool last;   // this CTA's part was the last of its sequence
+  int32_t first;  // place in the table of the first sequence of the CTA's share
+  bool last;  // this CTA's part was the last of its sequence
 };
 
 }  // namespace flashmsa::decode

@@ -155,8 +155,8 @@ __device__ __forceinline__ int32_t write_table(const KernelParams& p, Shared<Con
 
 // Goes through the parts of a share whose sequences are in the table.
 struct Walk {
-  int32_t index;       // in the table
-  int32_t at, to;      // units
+  int32_t index;  // in the table
+  int32_t at, to;  // units
   int32_t begin, end;  // chunks of the part
 
   template <class Config>

@@ -130,19 +130,24 @@ template <int kCount>
 __device__ __forceinline__ KeptBits<kCount> draw_in_order(const DropoutParams& params, const Dropout& dropout, uint32_t row,
                                                           int32_t first_key) {
   using Bits = KeptBits<kCount>;
+  constexpr int kAtOnce = kCount < 64 ? 1 : 2;
   // NOTE: the counter of Dropout::draws, stepped from block to block.
   uint32_t rows = row / 16 * 8 + row % 8;
   uint32_t keys = static_cast<uint32_t>(first_key) / 16 * 4 + threadIdx.x % 4;
   // PERF: what the first rounds make of it is made anew for each key block, rather than kept in registers.
   asm volatile("" : "+r"(rows));
+  uint32_t key0 = dropout.key0, key1 = dropout.key1;
   Bits kept;
 #pragma unroll
   for (int w = 0; w < Bits::kWords; ++w) {
     typename Bits::Run run;
-    // PERF: two calls at a time, of which each has little to do at once. All of them together take too many registers.
-#pragma unroll 2
+    // PERF: two calls at a time, of which each has little to do at once. All of them together take too many registers, and
+    // where O is large two do.
+#pragma unroll(kAtOnce)
     for (int block = 0; block < Bits::kRun / 2; ++block, keys += 4) {
-      const PhiloxBlock drawn = philox({{rows, keys, dropout.slice, dropout.offset}}, dropout.key0, dropout.key1);
+      // PERF: and the keys of the rounds for each pass, for the same reason.
+      if (block % kAtOnce == 0) asm volatile("" : "+r"(key0), "+r"(key1));
+      const PhiloxBlock drawn = philox({{rows, keys, dropout.slice, dropout.offset}}, key0, key1);
       // Pairs in their order: the upper row, the lower one, then both 8 columns further.
       run.add(kept_draws(params, drawn.word[0]), kept_draws(params, drawn.word[2]));
       run.add(kept_draws(params, drawn.word[1]), kept_draws(params, drawn.word[3]));

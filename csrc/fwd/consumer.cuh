@@ -175,13 +175,11 @@ struct Consumer {
   // Bits of the weights that are kept.
   using Kept = std::conditional_t<Score::kDropout, attn::KeptBits<kScores>, attn::AllKept>;
 
-  // What lives for one tile beside the numbers: its rows' keys, with ALiBi their places, with dropout what draws.
+  // What lives for one tile beside the numbers: its rows' keys, and with ALiBi their places.
   struct Rows {
     typename Mask::Row keys[2];
     int32_t position[Score::kAlibi ? 2 : 1];
     float slope;
-    [[no_unique_address]] std::conditional_t<Score::kDropout, Dropout, attn::NoRowDraws> dropout;
-    int32_t first_row;  // Score::kDropout: this thread's
   };
 
   __device__ __forceinline__ Rows make_rows() const {
@@ -198,14 +196,6 @@ struct Consumer {
       rows.slope = 0.0f;
       if (!Score::kGeneral || params.alibi_slopes != nullptr) rows.slope = alibi_slope(tile);
     }
-    if constexpr (Score::kDropout) {
-      rows.dropout = draws(tile).dropout;
-      // PERF: the generator's keys count on in uniform registers.
-      for (uint32_t* x : {&rows.dropout.key0, &rows.dropout.key1, &rows.dropout.slice, &rows.dropout.offset}) {
-        *x = uniform(*x);
-      }
-      rows.first_row = first_row() + lane() / 4;
-    }
     return rows;
   }
 
@@ -214,14 +204,18 @@ struct Consumer {
   }
 
   // Which weights of a key block dropout keeps.
-  // PERF: while the block's S is on its way, as the bits it leaves are few.
-  __device__ __forceinline__ Kept draw(const KeyBlock& block, const Rows& rows) const {
+  // PERF: while the block's S is on its way, as the bits it leaves are few. What it needs is read again each time: the
+  // registers are all in use.
+  __device__ __forceinline__ Kept draw(const KeyBlock& block) const {
     if constexpr (!Score::kDropout) {
       return {};
-    } else if (!Score::kGeneral || params.dropout.in_order) {
-      return attn::draw_in_order<kScores>(params.dropout, rows.dropout, rows.first_row, block.first_key);
     } else {
-      return attn::draw_one_by_one<kScores>(draws(work()), rows.first_row, block.first_key);
+      const attn::SequenceDraws<Score::kGeneral> head = draws(work());
+      const int32_t row = first_row() + lane() / 4;
+      if constexpr (Score::kGeneral) {
+        if (!params.dropout.in_order) return attn::draw_one_by_one<kScores>(head, row, block.first_key);
+      }
+      return attn::draw_in_order<kScores>(params.dropout, head.dropout, row, block.first_key);
     }
   }
 
@@ -316,7 +310,7 @@ struct Consumer {
     if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
     issue_scores(x);
     issue_output(y);
-    const Kept kept = draw(block, rows);
+    const Kept kept = draw(block);
 
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(x.s);
@@ -370,7 +364,7 @@ struct Consumer {
       return KeyBlock{(kCopied ? copied_origin : origin()) + tiles.visit(step) * Config::kBlockKv, 0};
     };
 
-    const Kept kept = draw(block, rows);
+    const Kept kept = draw(block);
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);

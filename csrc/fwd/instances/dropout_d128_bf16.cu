@@ -3,7 +3,7 @@
 namespace flashmsa::fwd {
 
 std::vector<KernelEntry> dropout_entries_d128_bf16() {
-  return make_dropout_entries<Config128<__nv_bfloat16>, CapConfig128<__nv_bfloat16>>();
+  return make_dropout_entries<DropConfig128<__nv_bfloat16>, GeneralConfig128<__nv_bfloat16>>();
 }
 
 }  // namespace flashmsa::fwd

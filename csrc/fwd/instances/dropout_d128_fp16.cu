@@ -3,7 +3,7 @@
 namespace flashmsa::fwd {
 
 std::vector<KernelEntry> dropout_entries_d128_fp16() {
-  return make_dropout_entries<Config128<__half>, CapConfig128<__half>>();
+  return make_dropout_entries<DropConfig128<__half>, GeneralConfig128<__half>>();
 }
 
 }  // namespace flashmsa::fwd

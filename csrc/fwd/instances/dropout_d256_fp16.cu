@@ -3,7 +3,7 @@
 namespace flashmsa::fwd {
 
 std::vector<KernelEntry> dropout_entries_d256_fp16() {
-  return make_dropout_entries<Config256<__half>, CapConfig256<__half>>();
+  return make_dropout_entries<DropConfig256<__half>, GeneralConfig256<__half>>();
 }
 
 }  // namespace flashmsa::fwd

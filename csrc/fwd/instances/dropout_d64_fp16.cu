@@ -3,7 +3,7 @@
 namespace flashmsa::fwd {
 
 std::vector<KernelEntry> dropout_entries_d64_fp16() {
-  return make_dropout_entries<ListConfig64<__half>, ListConfig64<__half>>();
+  return make_dropout_entries<DropConfig64<__half>, GeneralConfig64<__half>>();
 }
 
 }  // namespace flashmsa::fwd

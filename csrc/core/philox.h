@@ -53,10 +53,11 @@ struct Dropout {
 
   // The draw of (i, j) among draws(i, j).
   FLASHMSA_HD static constexpr uint32_t draw(const PhiloxBlock& block, uint32_t i, uint32_t j) {
-    // PERF: word[i % 16 / 8 * 2 + j % 16 / 8], which would put the words into a GPU thread's local memory.
-    const bool right = j % 16 >= 8;
-    const uint32_t upper = right ? block.word[1] : block.word[0], lower = right ? block.word[3] : block.word[2];
-    return (i % 16 < 8 ? upper : lower) >> (j % 2 * 16) & 0xFFFFu;
+    // NOTE: selected, because an index would put the words into local memory.
+    const bool further = j % 16 >= 8;
+    const uint32_t word = i % 16 < 8 ? (further ? block.word[1] : block.word[0])
+                                     : (further ? block.word[3] : block.word[2]);
+    return word >> (j % 2 * 16) & 0xFFFFu;
   }
 
   FLASHMSA_HD constexpr bool keeps(uint32_t i, uint32_t j) const { return draw(draws(i, j), i, j) >= threshold; }

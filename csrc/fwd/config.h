@@ -48,7 +48,7 @@ using CapConfig256 = Config<Element, 256, 128, 32, 4, false, 1, 128, 40, 232>;
 template <class Element>
 using DropConfig64 = ListConfig64<Element>;
 template <class Element>
-using DropConfig128 = Config128<Element>;
+using DropConfig128 = Config<Element, 128, 128, 128, 2, false, 2, 128, 40, 232>;
 template <class Element>
 using DropConfig256 = Config256<Element>;
 template <class Element>

@@ -180,6 +180,9 @@ struct Consumer {
     typename Mask::Row keys[2];
     int32_t position[Score::kAlibi ? 2 : 1];
     float slope;
+    // Dropout in the caller's order
+    [[no_unique_address]] std::conditional_t<Score::kDropout && !Score::kGeneral, Dropout, attn::NoRowDraws> dropout;
+    int32_t first_row;  // this thread's
   };
 
   __device__ __forceinline__ Rows make_rows() const {
@@ -196,6 +199,15 @@ struct Consumer {
       rows.slope = 0.0f;
       if (!Score::kGeneral || params.alibi_slopes != nullptr) rows.slope = alibi_slope(tile);
     }
+    if constexpr (Score::kDropout && !Score::kGeneral) {
+      rows.dropout = draws(tile).dropout;
+      // PERF: known to be the same in all lanes they lie in uniform registers.
+      rows.dropout.key0 = uniform(rows.dropout.key0);
+      rows.dropout.key1 = uniform(rows.dropout.key1);
+      rows.dropout.slice = uniform(rows.dropout.slice);
+      rows.dropout.offset = uniform(rows.dropout.offset);
+      rows.first_row = first_row() + lane() / 4;
+    }
     return rows;
   }
 
@@ -206,16 +218,18 @@ struct Consumer {
   // Which weights of a key block dropout keeps.
   // PERF: while the block's S is on its way, as the bits it leaves are few. What it needs is read again each time: the
   // registers are all in use.
-  __device__ __forceinline__ Kept draw(const KeyBlock& block) const {
+  __device__ __forceinline__ Kept draw(const KeyBlock& block, const Rows& rows) const {
     if constexpr (!Score::kDropout) {
       return {};
     } else {
-      const attn::SequenceDraws<Score::kGeneral> head = draws(work());
-      const int32_t row = first_row() + lane() / 4;
-      if constexpr (Score::kGeneral) {
+      if constexpr (!Score::kGeneral) {
+        return attn::draw_in_order<kScores>(params.dropout, rows.dropout, rows.first_row, block.first_key);
+      } else {
+        const attn::SequenceDraws<true> head = draws(work());
+        const int32_t row = first_row() + lane() / 4;
         if (!params.dropout.in_order) return attn::draw_one_by_one<kScores>(head, row, block.first_key);
+        return attn::draw_in_order<kScores>(params.dropout, head.dropout, row, block.first_key);
       }
-      return attn::draw_in_order<kScores>(params.dropout, head.dropout, row, block.first_key);
     }
   }
 
@@ -310,7 +324,7 @@ struct Consumer {
     if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
     issue_scores(x);
     issue_output(y);
-    const Kept kept = draw(block);
+    const Kept kept = draw(block, rows);
 
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(x.s);
@@ -364,7 +378,7 @@ struct Consumer {
       return KeyBlock{(kCopied ? copied_origin : origin()) + tiles.visit(step) * Config::kBlockKv, 0};
     };
 
-    const Kept kept = draw(block);
+    const Kept kept = draw(block, rows);
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);

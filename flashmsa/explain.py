@@ -146,7 +146,8 @@ def explain(
         notes.append(f"which kernel it would be is not known: {build_reason()}")
     tile = _tile(chosen, kernel, q, k)
     # Where no tiles are walked any size does, for the pairs alone.
-    counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile)
+    drops = kernel is not None and wanted.dropout
+    counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile, drops)
     if counts is None:
         notes.append("the mask's tensors hold no values, on the meta device or in a trace: its tiles are not known")
     notes += _how_it_runs(chosen, q, mask, wanted, kernel)
@@ -204,13 +205,15 @@ def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> t
     return None if kernel is None else (kernel["block_q"], kernel["block_kv"])
 
 
-def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int]) -> dict[str, int] | None:
+def _tile_counts(
+    q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int], dropout: bool
+) -> dict[str, int] | None:
     kind, ints, tensors = lower(mask)
     if not all(map(has_values, tensors)):
         return None
     values = [x.cpu() for x in tensors]
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return _C.tile_counts(kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1])
+    return _C.tile_counts(kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1], dropout=dropout)
 
 
 def _how_it_runs(
@@ -230,7 +233,7 @@ def _how_it_runs(
             "counted are those of the sorted rows and keys"
         )
     if kernel is not None and wanted.mask_kind in (DENSE, CAUSAL, DOCUMENT) and kernel["mask"] == "composite":
-        yield "with softcap or alibi_slopes this mask is run by the kernels of intersections"
+        yield "with softcap, alibi_slopes or dropout_p this mask is run by the kernels of intersections"
 
 
 def _describe_call(

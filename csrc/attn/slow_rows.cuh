@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "attn/dropout.cuh"
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
 #include "core/params.h"
@@ -65,6 +66,8 @@ struct SlowRow {
   CapParams cap;  // Score::kSoftcap
   float alibi_slope;  // Score::kAlibi
   int32_t position;
+  // Score::kDropout
+  [[no_unique_address]] std::conditional_t<Score::kDropout, RowDraws<Score::kGeneral>, NoRowDraws> draws;
 
   float reference = kNegativeInfinity, sum = 0.0f;
   float o[8] = {};
@@ -84,7 +87,9 @@ struct SlowRow {
 #pragma unroll
       for (int i = 0; i < 8; ++i) s = fmaf(a[i], b[i], s);
     }
-    if constexpr (Score::kSoftcap) s = tanh_exact(s * cap.factor) * cap.inverse;
+    if constexpr (Score::kSoftcap) {
+      if (!Score::kGeneral || cap.used()) s = tanh_exact(s * cap.factor) * cap.inverse;
+    }
     if constexpr (Score::kAlibi) s -= alibi_slope * fabsf(static_cast<float>(position - key));
     return s * scale_log2;
   }
@@ -118,7 +123,9 @@ struct SlowRow {
       // O of this lane's columns.
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] *= factor;
-      uint32_t left = __ballot_sync(~0u, visible);
+      bool weighs = visible;
+      if constexpr (Score::kDropout) weighs = visible && draws.keeps(key);
+      uint32_t left = __ballot_sync(~0u, weighs);
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int32_t source = __ffs(left) - 1;
@@ -143,7 +150,8 @@ struct SlowRow {
       sum = fmaf(sum, factor, sm90::exp2_approx(sink - top));
       reference = top;
     }
-    const float inverse = empty ? 0.0f : factor / sum;
+    float inverse = empty ? 0.0f : factor / sum;
+    if constexpr (Score::kDropout) inverse *= draws.keep_scale();
     if (owns_columns()) {
       uint4 packed;
       packed.x = sm90::pack2<Element>(o[0] * inverse, o[1] * inverse);

@@ -222,6 +222,8 @@ py::dict describe(const fwd::KernelInfo& kernel) {
   d["mask"] = mask_name(kernel.mask);
   d["softcap"] = kernel.softcap;
   d["alibi"] = kernel.alibi;
+  d["dropout"] = kernel.dropout;
+  d["general"] = kernel.general;
   d["dtype"] = dtype_name(kernel.dtype);
   d["head_dim_bucket"] = kernel.head_dim_bucket;
   d["block_q"] = kernel.block_q;
@@ -267,6 +269,10 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
   BackwardParams call;
   AttentionParams& params = call.forward;
   params.mask.kind = kernel_kind(static_cast<MaskKind>(mask));
+  // What lowering does beside that, as far as dropout asks: it strides tokens, or sorts them.
+  const int32_t some_order = 0;
+  if (static_cast<MaskKind>(mask) == MaskKind::kDilated) params.token_step = 2;
+  if (static_cast<MaskKind>(mask) == MaskKind::kHash) params.mask.q_order = params.mask.kv_order = &some_order;
   params.softcap = softcap ? 1.0 : 0.0;
   const float some_slope = 0.0f;
   if (alibi) params.alibi_slopes = &some_slope;
@@ -287,7 +293,7 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
 
 py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const std::vector<at::Tensor>& mask_tensors,
                      int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv,
-                     std::optional<int32_t> heads_kv) {
+                     std::optional<int32_t> heads_kv, bool dropout) {
   check_mask<int64_t>(
       mask, mask_ints, mask_tensors, at::kCPU,
       {int64_t{batch}, int64_t{heads_q}, int64_t{heads_kv.value_or(heads_q)}, int64_t{len_q}, int64_t{len_kv}});
@@ -304,6 +310,7 @@ py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const 
   params.len_q = len_q;
   params.len_kv = len_kv;
   params.mask = make_mask(mask, mask_ints, mask_tensors, heads_q, held);
+  params.dropout_p = dropout ? 0.5 : 0.0;
   const TileCounts counts = count_tiles(params, block_q, block_kv);
   py::dict d;
   d["full"] = counts.full;
@@ -328,8 +335,9 @@ PYBIND11_MODULE(_C, m) {
         "The kernel for a mask kind, dtype, head dims and options, or None.");
   m.def("tile_counts", torch::wrap_pybind_function(&tile_counts), py::arg("mask"), py::arg("mask_ints"),
         py::arg("mask_tensors"), py::arg("batch"), py::arg("heads_q"), py::arg("len_q"), py::arg("len_kv"),
-        py::arg("block_q"), py::arg("block_kv"), py::arg("heads_kv") = py::none(),
-        "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads.");
+        py::arg("block_q"), py::arg("block_kv"), py::arg("heads_kv") = py::none(), py::arg("dropout") = false,
+        "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads. "
+        "dropout: as the kernels that drop weights lay them.");
 }
 
 }  // namespace flashmsa::binding

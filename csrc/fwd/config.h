@@ -48,6 +48,20 @@ using CapConfig128 = Config128<Element>;
 template <class Element>
 using CapConfig256 = Config<Element, 256, 128, 32, 4, false, 1, 128, 40, 232>;
 
+// With dropout; General: and with whatever else a call wants.
+template <class Element>
+using DropConfig64 = ListConfig64<Element>;
+template <class Element>
+using DropConfig128 = Config<Element, 128, 128, 128, 2, false, 2, 128, 40, 232>;
+template <class Element>
+using DropConfig256 = Config256<Element>;
+template <class Element>
+using GeneralConfig64 = ListConfig64<Element>;
+template <class Element>
+using GeneralConfig128 = Config<Element, 128, 128, 64, 4, true, 1, 128, 40, 232>;
+template <class Element>
+using GeneralConfig256 = CapConfig256<Element>;
+
 constexpr int32_t bucket_of(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
 }  // namespace flashmsa::fwd

@@ -1,6 +1,7 @@
 // The consumers: each warpgroup owns 64 rows of a tile and turns key blocks into O.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/masking.cuh"
 #include "attn/slow_rows.cuh"
@@ -171,11 +172,17 @@ struct Consumer {
   __device__ __forceinline__ void release_k() { release(shared.empty_k[S::KvRing::stage(key_blocks)]); }
   __device__ __forceinline__ void release_v() { release(shared.empty_v[S::KvRing::stage(key_blocks - 1)]); }
 
+  // Bits of the weights that are kept.
+  using Kept = std::conditional_t<Score::kDropout, attn::KeptBits<kScores>, attn::AllKept>;
+
   // What lives for one tile beside the numbers: its rows' keys, and with ALiBi their places.
   struct Rows {
     typename Mask::Row keys[2];
     int32_t position[Score::kAlibi ? 2 : 1];
     float slope;
+    // Dropout in the caller's order
+    [[no_unique_address]] std::conditional_t<Score::kDropout && !Score::kGeneral, Dropout, attn::NoRowDraws> dropout;
+    int32_t first_row;  // this thread's
   };
 
   __device__ __forceinline__ Rows make_rows() const {
@@ -188,8 +195,42 @@ struct Consumer {
       rows.keys[slot] = Mask::row(params.mask, tile.entry.block, row);
       if constexpr (Score::kAlibi) rows.position[slot] = Mask::position(params.mask, tile.entry.block, row);
     }
-    if constexpr (Score::kAlibi) rows.slope = alibi_slope(tile);
+    if constexpr (Score::kAlibi) {
+      rows.slope = 0.0f;
+      if (!Score::kGeneral || params.alibi_slopes != nullptr) rows.slope = alibi_slope(tile);
+    }
+    if constexpr (Score::kDropout && !Score::kGeneral) {
+      rows.dropout = draws(tile).dropout;
+      // PERF: known to be the same in all lanes they lie in uniform registers.
+      rows.dropout.key0 = uniform(rows.dropout.key0);
+      rows.dropout.key1 = uniform(rows.dropout.key1);
+      rows.dropout.slice = uniform(rows.dropout.slice);
+      rows.dropout.offset = uniform(rows.dropout.offset);
+      rows.first_row = first_row() + lane() / 4;
+    }
     return rows;
+  }
+
+  __device__ __forceinline__ attn::SequenceDraws<Score::kGeneral> draws(const TileWork<Mask, Config>& tile) const {
+    return {params.dropout, tile.queries(), tile.kv_head};
+  }
+
+  // Which weights of a key block dropout keeps.
+  // PERF: while the block's S is on its way, as the bits it leaves are few. What it needs is read again each time: the
+  // registers are all in use.
+  __device__ __forceinline__ Kept draw(const KeyBlock& block, const Rows& rows) const {
+    if constexpr (!Score::kDropout) {
+      return {};
+    } else {
+      if constexpr (!Score::kGeneral) {
+        return attn::draw_in_order<kScores>(params.dropout, rows.dropout, rows.first_row, block.first_key);
+      } else {
+        const attn::SequenceDraws<true> head = draws(work());
+        const int32_t row = first_row() + lane() / 4;
+        if (!params.dropout.in_order) return attn::draw_one_by_one<kScores>(head, row, block.first_key);
+        return attn::draw_in_order<kScores>(params.dropout, head.dropout, row, block.first_key);
+      }
+    }
   }
 
   // In units of S.
@@ -209,7 +250,9 @@ struct Consumer {
 
   // Softcap and ALiBi.
   __device__ __forceinline__ void modify_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
-    if constexpr (Score::kSoftcap) attn::apply_softcap(x.s, params.cap);
+    if constexpr (Score::kSoftcap) {
+      if (!Score::kGeneral || params.cap.used()) attn::apply_softcap(x.s, params.cap);
+    }
     if constexpr (Score::kAlibi) {
       attn::apply_alibi(x.s, rows.slope, rows.position, block.first_key, thread());
     }
@@ -261,11 +304,11 @@ struct Consumer {
   }
 
   // The first key block, whose S is here: softmax, P. O is still empty.
-  __device__ __forceinline__ void first_block(Scores& x, Output& y) {
+  __device__ __forceinline__ void first_block(Scores& x, Output& y, const Kept& kept) {
     float factor[2];
     y.softmax = attn::OnlineSoftmax();
     y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept);
     // NOTE: only now: O would otherwise hold its registers through the softmax.
 #pragma unroll
     for (int e = 0; e < kOutputs; ++e) y.o[e] = 0.0f;
@@ -282,6 +325,7 @@ struct Consumer {
     if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
     issue_scores(x);
     issue_output(y);
+    const Kept kept = draw(block, rows);
 
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(x.s);
@@ -308,7 +352,7 @@ struct Consumer {
       attn::scale_rows(y.o, factor);
     }
 
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);  // 4
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept);  // 4
   }
 
   // All key blocks of the tile: partial ones first, then full ones without a test. Leaves the last P V to do.
@@ -335,6 +379,8 @@ struct Consumer {
       return KeyBlock{(kCopied ? copied_origin : origin()) + tiles.visit(step) * Config::kBlockKv, 0};
     };
 
+    const Kept kept = draw(block, rows);
+
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);
     release_k();
@@ -343,7 +389,7 @@ struct Consumer {
     if constexpr (!kNeedsKeyBlocks<Mask, Score>) block = block_of(step);
     if constexpr (!Score::kPlain) modify_scores(x, block, rows);
     if (step < partial) mask_scores(x, block, rows);
-    first_block(x, y);
+    first_block(x, y, kept);
     if constexpr (kPaged<Mask>) {
       if (step < partial) clear_unused(block);
     }
@@ -419,6 +465,10 @@ struct Consumer {
     const uint32_t staging = static_cast<uint32_t>(__cvta_generic_to_shared(shared.o));
     float inverse[2], lse[2];
     y.softmax.finish(inverse, lse, sink());
+    if constexpr (Score::kDropout) {
+      inverse[0] *= params.dropout.keep_scale;
+      inverse[1] *= params.dropout.keep_scale;
+    }
     attn::scale_rows(y.o, inverse);
 #pragma unroll
     for (int pass = 0; pass < kOutputs / kPass; ++pass) {
@@ -493,6 +543,14 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ auto row_draws(const TileWork<Mask, Config>& tile, int32_t row) const {
+    if constexpr (Score::kDropout) {
+      return attn::RowDraws<Score::kGeneral>(draws(tile), row);
+    } else {
+      return attn::NoRowDraws{};
+    }
+  }
+
   // This warp's rows again, key by key; see attn/slow_rows.cuh.
   __device__ __forceinline__ void store_slowly() {
     const TileWork<Mask, Config>& tile = work();
@@ -509,9 +567,10 @@ struct Consumer {
           params.scale_log2,
           params.cap,
           0.0f,
-          0};
+          0,
+          row_draws(tile, row)};
       if constexpr (Score::kAlibi) {
-        slow.alibi_slope = alibi_slope(tile);
+        if (!Score::kGeneral || params.alibi_slopes != nullptr) slow.alibi_slope = alibi_slope(tile);
         slow.position = Mask::position(params.mask, tile.entry.block, row);
       }
       attend_slowly(slow, tile, row);

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "attn/dropout.cuh"
 #include "attn/score.cuh"
 #include "fwd/config.h"
 #include "mask/interval.h"
@@ -46,6 +47,7 @@ struct KernelParams {
   const float* alibi_slopes;           // Score::kAlibi: (heads_q) or (batch, heads_q)
   int64_t alibi_stride_batch;
   float alibi_factor;                  // from a slope to S's unit a key
+  attn::DropoutParams dropout;         // Score::kDropout
 };
 
 using sched::Span;  // of a warpgroup's 64 rows
@@ -132,7 +134,7 @@ struct KeyGroups<false, Config> {};
 
 // Whether the consumers have to know a full block's place, or cannot tell a block's place from its step.
 template <class Mask, class Score>
-inline constexpr bool kNeedsKeyBlocks = Mask::kListed || Score::kAlibi;
+inline constexpr bool kNeedsKeyBlocks = Mask::kListed || Score::kAlibi || Score::kDropout;
 
 // Composite masks run over strided tensors too.
 template <class Mask>

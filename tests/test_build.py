@@ -89,6 +89,7 @@ def test_a_build_without_kernels_knows_none() -> None:
     assert flashmsa._C.few_queries_kernel(0, torch.bfloat16, 1, 8, 8, 1, 4096, 64, 64) is None
 
 
+@pytest.mark.skipif(not INFO["cuda"], reason="this build has no kernels")
 def test_kernels_have_names_of_their_own() -> None:
     """A name says which kernel a profile, explain() or a table speaks of."""
     c = flashmsa._C
@@ -191,6 +192,12 @@ def test_sources() -> None:
 # csrc/nvcc.py
 
 KERNEL = "_ZN8flashmsa3fwd24attention_forward_kernelEv"
+ATTENTION = (
+    KERNEL,
+    "_ZN8flashmsa3bwd25attention_backward_kernelEv",
+    "_ZN8flashmsa7prefill22paged_attention_kernelEv",
+    "_ZN8flashmsa6decode19paged_decode_kernelEv",
+)
 OTHER = "_ZN8flashmsa5sched11plan_kernelEv"
 
 
@@ -225,9 +232,17 @@ def test_spills_fail(spill: dict[str, int], function: str) -> None:
     assert function in fault and "spill" in fault
 
 
-def test_local_memory_fails() -> None:
-    (fault,) = nvcc.faults(log(OTHER) + log(KERNEL, frame=24))
-    assert KERNEL in fault and "24 bytes" in fault
+@pytest.mark.parametrize("function", ATTENTION)
+def test_local_memory_fails(function: str) -> None:
+    (fault,) = nvcc.faults(log(OTHER) + log(function, frame=24))
+    assert function in fault and "24 bytes" in fault
+
+
+def test_kernels_have_the_names_that_are_looked_for() -> None:
+    """A kernel by another name would be held to less."""
+    for source in sorted((ROOT / "csrc").glob("*/kernel.cuh")):
+        names = re.findall(r"^\s*(?:__global__ void .*?|)(\w+_kernel)\(", source.read_text(encoding="utf-8"), re.MULTILINE)
+        assert names and all(any(part in name for part in nvcc.NO_STACK) for name in names), source
 
 
 @pytest.fixture(scope="module")

@@ -167,9 +167,9 @@ def canonical(case: Case | CacheCase, result: Any) -> torch.Tensor:
     out = result[0] if isinstance(result, tuple | list) else result
     if out.dim() == 3:
         out = out.unsqueeze(0)
-    if tuple(out.shape[1:3]) == (case.rows, case.heads):
-        out = out.transpose(1, 2)
     expected = (case.batch, case.heads, case.rows, case.head_dim)
+    if tuple(out.shape) != expected and tuple(out.shape[1:3]) == (case.rows, case.heads):
+        out = out.transpose(1, 2)
     if tuple(out.shape) != expected:
         raise ValueError(f"out: shape {tuple(out.shape)} is not (batch, heads, length, head_dim) = {expected}")
     return out

@@ -241,7 +241,9 @@ def test_local_memory_fails(function: str) -> None:
 def test_kernels_have_the_names_that_are_looked_for() -> None:
     """A kernel by another name would be held to less."""
     for source in sorted((ROOT / "csrc").glob("*/kernel.cuh")):
-        names = re.findall(r"^\s*(?:__global__ void .*?|)(\w+_kernel)\(", source.read_text(encoding="utf-8"), re.MULTILINE)
+        names = re.findall(
+            r"^\s*(?:__global__ void .*?|)(\w+_kernel)\(", source.read_text(encoding="utf-8"), re.MULTILINE
+        )
         assert names and all(any(part in name for part in nvcc.NO_STACK) for name in names), source
 
 

@@ -134,8 +134,8 @@ def test_only_sm_90a() -> None:
     assert set(re.findall(r"arch = (\S+)", cuobjdump("-lelf") + cuobjdump("-res-usage"))) == {"sm_90a"}
 
 
-# wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG and UBLKRED add to memory. Decode's
-# few rows are mma.sync's (HMMA), its small pages cp.async's (LDGSTS).
+# wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG and UBLKRED add to memory.
+# Decode's few rows are mma.sync's (HMMA), its small pages cp.async's (LDGSTS).
 @pytest.mark.parametrize(
     "name, opcodes",
     [

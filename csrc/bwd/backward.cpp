@@ -36,7 +36,8 @@ const KernelEntry* find(const BackwardParams& params) {
 
 const KernelEntry& require(const BackwardParams& params) {
   const KernelEntry* entry = find(params);
-  if (entry == nullptr) throw std::runtime_error("flashmsa: no backward kernel was compiled for this head_dim and dtype");
+  if (entry == nullptr)
+    throw std::runtime_error("flashmsa: no backward kernel was compiled for this head_dim and dtype");
   return *entry;
 }
 

@@ -8,21 +8,21 @@ namespace flashmsa::bwd {
 template <class Config>
 struct KeyConsumer : Pairs<Config> {
   using Base = Pairs<Config>;
-  using typename Base::Fragment;
-  using typename Base::Kept;
-  using typename Base::KeyOperand;
-  using typename Base::S;
   using Base::kGradients;
   using Base::kPairs;
   using Base::kQuerySteps;
   using Base::kSubs;
   using Base::params;
   using Base::shared;
+  using typename Base::Fragment;
+  using typename Base::Kept;
+  using typename Base::KeyOperand;
+  using typename Base::S;
 
   uint64_t k_descriptor, v_descriptor;
 
   __device__ __forceinline__ KeyConsumer(const KernelParams& params, S& shared, int32_t warpgroup)
-      : Base(params, shared, warpgroup * sm90::kWarpgroupRows) {
+      : Base(params, shared) {
     const uint32_t rows = warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes;
     k_descriptor = KeyOperand::descriptor(Base::address(shared.k) + rows);
     v_descriptor = KeyOperand::descriptor(Base::address(shared.v) + rows);
@@ -40,8 +40,8 @@ struct KeyConsumer : Pairs<Config> {
                                        uint32_t before, const Place<Config::kDsBuffers>& buffer, int sub) {
     float s[kPairs];
     this->template issue_pairs<false>(s, k_descriptor, Base::queries(shared.q[stage], sub));  // 1
-    this->issue_gradient(dk, ds, sub == 0 ? Base::queries(shared.q[before], kSubs - 1)
-                                          : Base::queries(shared.q[stage], sub - 1));
+    this->issue_gradient(
+        dk, ds, sub == 0 ? Base::queries(shared.q[before], kSubs - 1) : Base::queries(shared.q[stage], sub - 1));
     Kept kept;
     if constexpr (Config::Extra::kDropout) kept = this->draw(stage, sub);
 

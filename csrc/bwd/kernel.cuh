@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     sm90::prefetch_map(params.q);
     sm90::prefetch_map(params.dout);
     shared.init_barriers();
+    shared.key_tile = key_tile_of(params, blockIdx.x);
   }
   __syncthreads();
   // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (warpgroup == 0) {
     sm90::setmaxnreg_dec<Config::kRegistersProducer>();
-    DqWarpgroup<Config>{params, shared, key_tile_of(params, blockIdx.x)}.run();
+    DqWarpgroup<Config>{params, shared, shared.key_tile}.run();
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
     if constexpr (Config::kSplit == Split::kByKeys) {

@@ -105,6 +105,7 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
 
 inline DropoutParams make_dropout_params(const AttentionParams& p) {
   DropoutParams dropout = {};
+  dropout.keep_scale = 1.0f;
   if (p.dropout_p == 0) return dropout;
   const MaskArgs& m = p.mask;
   dropout.rng_state = p.rng_state;
@@ -135,8 +136,8 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   const sm90::TensorExtent values = extent(p.heads_kv, p.len_kv, p.head_dim_v);
   KernelParams params = {};
   params.q = sm90::make_tile_map<typename S::QTile>(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, "q", kRank);
-  params.dout = sm90::make_tile_map<typename S::QTile>(b.dout, extent(p.heads_q, p.len_q, p.head_dim_v), p.dtype,
-                                                       "dout", kRank);
+  params.dout =
+      sm90::make_tile_map<typename S::QTile>(b.dout, extent(p.heads_q, p.len_q, p.head_dim_v), p.dtype, "dout", kRank);
   params.k = sm90::make_tile_map<typename S::KTile>(p.k, keys, p.dtype, "k", kRank);
   params.v = sm90::make_tile_map<typename S::KTile>(p.v, values, p.dtype, "v", kRank);
   params.dk = sm90::make_tensor_map(b.dk, keys, p.dtype, sm90::kWarpRows, "dk", kRank);
@@ -199,13 +200,15 @@ void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
   const KernelParams params = make_params<Config>(b, layout, prepared);
 
   const int64_t tiles = layout.sequences * layout.q_tiles;
-  preprocess_kernel<Config><<<static_cast<unsigned>(tiles), kPreprocessThreads, 0, stream>>>(preprocess);
+  preprocess_kernel<typename Config::Tiles>
+      <<<static_cast<unsigned>(tiles), kPreprocessThreads, 0, stream>>>(preprocess);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
   const int64_t ctas = params.order.count();
   launch_behind(attention_backward_kernel<Config>, ctas, Config::kThreads, sizeof(Shared<Config>), stream, params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
-  postprocess_kernel<Config>
-      <<<static_cast<unsigned>(blocks + 2 * ctas), kPostprocessThreads, 0, stream>>>(params, static_cast<int32_t>(blocks));
+  postprocess_kernel<typename Config::Tiles>
+      <<<static_cast<unsigned>(blocks + 2 * ctas), kPostprocessThreads, 0, stream>>>(params,
+                                                                                     static_cast<int32_t>(blocks));
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }
 

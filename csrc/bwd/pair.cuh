@@ -23,7 +23,8 @@ struct PairGradient {
 
   __device__ __forceinline__ int32_t column() const { return threadIdx.x % 32 * 8; }
 
-  __device__ __forceinline__ void load(const TensorRef& tensor, int32_t of_head, int32_t row, int32_t columns, float (&values)[8]) const {
+  __device__ __forceinline__ void load(const TensorRef& tensor, int32_t of_head, int32_t row, int32_t columns,
+                                       float (&values)[8]) const {
     if (column() >= columns) return;
     attn::load8(attn::row_of<Element>(tensor, {of_head, batch, residue}, row) + column(), values);
   }
@@ -81,15 +82,16 @@ struct PairGradient {
       const bool keep = dropout_of(params, batch, head)
                             .keeps(original_query(params, batch, head, residue, query),
                                    original_key(params, batch, kv_head, residue, key));
-      if (!keep) dropped = dp = 0.0f;
-      dropped *= params.dropout.keep_scale;
-      dp *= params.dropout.keep_scale;
+      // NOTE: a dropped weight counts as 0 and is not hidden: what is NaN stays so.
+      const float factor = keep ? params.dropout.keep_scale : 0.0f;
+      dropped *= factor;
+      dp *= factor;
     }
     return p * (dp + minus_delta) * slope;
   }
 
-  __device__ __forceinline__ void store(const TensorRef& tensor, sm90::Sequence at, int32_t row, int32_t columns, const float (&values)[8],
-                        float factor) const {
+  __device__ __forceinline__ void store(const TensorRef& tensor, sm90::Sequence at, int32_t row, int32_t columns,
+                                        const float (&values)[8], float factor) const {
     if (column() >= columns) return;
     uint4 packed;
     packed.x = sm90::pack2<Element>(values[0] * factor, values[1] * factor);

@@ -18,7 +18,7 @@ struct Pairs {
   using S = Shared<Config>;
   using Element = typename Config::Element;
   using Extra = typename Config::Extra;
-  static constexpr int kPairs = Config::kSubQ / 2;         // of S^T over 128 threads
+  static constexpr int kPairs = Config::kSubQ / 2;  // of S^T over 128 threads
   static constexpr int kGradients = Config::kHeadDim / 2;  // of dK, dV: 64 keys x head_dim
   static constexpr int kSubs = Config::kBlockQ / Config::kSubQ;
   static constexpr int kQuerySteps = Config::kSubQ / 16;
@@ -35,10 +35,8 @@ struct Pairs {
 
   const KernelParams& params;
   S& shared;
-  const uint32_t first_row;  // of this warpgroup's keys, within the tile
 
-  __device__ __forceinline__ Pairs(const KernelParams& params, S& shared, uint32_t first_row)
-      : params(params), shared(shared), first_row(first_row) {}
+  __device__ __forceinline__ Pairs(const KernelParams& params, S& shared) : params(params), shared(shared) {}
 
   static __device__ __forceinline__ uint32_t address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -47,7 +45,8 @@ struct Pairs {
   __device__ __forceinline__ uint32_t lane() const { return threadIdx.x % 32; }
   // This warp's first key within the tile.
   __device__ __forceinline__ uint32_t warp_key() const {
-    return first_row + threadIdx.x % sm90::kWarpgroupThreads / 32 * sm90::kWarpRows;
+    const uint32_t warp = threadIdx.x / 32;
+    return (Config::kSplit == Split::kByKeys ? warp - 4 : warp % 4) * sm90::kWarpRows;
   }
   __device__ __forceinline__ void release(sm90::Barrier& barrier) {
     if (lane() == 0) barrier.arrive();
@@ -94,14 +93,14 @@ struct Pairs {
     return sub * Config::kSubQ + 8 * (e / 4) + lane() % 4 * 2 + e % 2;
   }
   __device__ __forceinline__ int32_t key_of(int e) const {
-    return shared.walk.key_tile.tile * Config::kBlockKv + warp_key() + lane() / 4 + 8 * sm90::Accumulator::row_slot(e);
+    return shared.key_tile.tile * Config::kBlockKv + warp_key() + lane() / 4 + 8 * sm90::Accumulator::row_slot(e);
   }
 
   __device__ __forceinline__ const mask::TwoRuns& row_keys(uint32_t stage, const Step& step, int32_t query) const {
     if constexpr (Config::kRowsShared) {
       return shared.rows[stage][query];
     } else {
-      const int64_t plan = params.plan(shared.walk.key_tile.batch, step.head);
+      const int64_t plan = params.plan(shared.key_tile.batch, step.head);
       return params.prepared.rows[(plan * params.q_tiles + step.tile) * Config::kBlockQ + query];
     }
   }
@@ -129,7 +128,8 @@ struct Pairs {
 #pragma unroll
     for (int e = 0; e < kPairs; ++e) {
       const uint32_t query = static_cast<uint32_t>(first_query + query_of(sub, e)) % mask::kCell;
-      if (!cell_shows(params.list, step.detail, query, static_cast<uint32_t>(key_of(e)) % mask::kCell)) s[e] = attn::kNegativeInfinity;
+      if (!cell_shows(params.list, step.detail, query, static_cast<uint32_t>(key_of(e)) % mask::kCell))
+        s[e] = attn::kNegativeInfinity;
       asm volatile("" ::: "memory");
     }
   }
@@ -149,8 +149,9 @@ struct Pairs {
     if (params.alibi_slopes != nullptr) {
       const Step step = shared.step[stage];
       const float alibi =
-          params.alibi_slopes[shared.walk.key_tile.batch * params.alibi_stride_batch + step.head] * params.alibi_factor;
-      const int64_t row = (params.plan(shared.walk.key_tile.batch, step.head) * params.q_tiles + step.tile) * Config::kBlockQ;
+          params.alibi_slopes[shared.key_tile.batch * params.alibi_stride_batch + step.head] * params.alibi_factor;
+      const int64_t row =
+          (params.plan(shared.key_tile.batch, step.head) * params.q_tiles + step.tile) * Config::kBlockQ;
 #pragma unroll
       for (int e = 0; e < kPairs; ++e) {
         const int32_t position = params.prepared.positions[row + query_of(sub, e)];
@@ -163,11 +164,11 @@ struct Pairs {
   __device__ __forceinline__ Kept draw(uint32_t stage, int sub) {
     const Step step = shared.step[stage];
     const int32_t first_query = step.tile * Config::kBlockQ + sub * Config::kSubQ;
-    const int32_t first_key = shared.walk.key_tile.tile * Config::kBlockKv + warp_key();
+    const int32_t first_key = shared.key_tile.tile * Config::kBlockKv + warp_key();
     if constexpr (Extra::kGeneral) {
-      return draw_one_by_one<kPairs>(params, shared.walk.key_tile, step.head, first_query, first_key);
+      return draw_one_by_one<kPairs>(params, shared.key_tile, step.head, first_query, first_key);
     } else {
-      return draw_in_order<kPairs>(params, shared.walk.key_tile.batch, step.head, first_query, first_key);
+      return draw_in_order<kPairs>(params, shared.key_tile.batch, step.head, first_query, first_key);
     }
   }
 
@@ -182,8 +183,7 @@ struct Pairs {
         const int e = 4 * n + 2 * slot;
         const float p0 = sm90::exp2_approx(fmaf(s[e], params.scale_log2, -lse.x));
         const float p1 = sm90::exp2_approx(fmaf(s[e + 1], params.scale_log2, -lse.y));
-        p[n / 2][n % 2 * 2 + slot] =
-            sm90::pack2<Element>(kept.has(e) ? p0 : 0.0f, kept.has(e + 1) ? p1 : 0.0f);
+        p[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(kept.has(e) ? p0 : 0.0f, kept.has(e + 1) ? p1 : 0.0f);
         if constexpr (Extra::kGeneral) {
           w[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(p0 * slope[e], p1 * slope[e + 1]);
         } else if constexpr (Extra::kDropout) {
@@ -268,14 +268,14 @@ struct Pairs {
 
   // A gradient to memory, by way of shared rows that nobody needs any more.
   __device__ __forceinline__ void store(const float (&d)[kGradients], const sm90::TensorMap& tensor, char* staging) {
-    const int32_t first_key = shared.walk.key_tile.tile * Config::kBlockKv + warp_key();
+    const int32_t first_key = shared.key_tile.tile * Config::kBlockKv + warp_key();
     attn::stage_rows<Element, typename S::KTile, kGradients>(d, 0, address(staging), warp_key());
     sm90::fence_async_proxy();
     __syncwarp();
     if (lane() == 0 && first_key < params.len_kv) {
       sm90::store_rows<typename S::KTile, sm90::kStridedRank>(
           tensor, staging + warp_key() * sm90::kSwizzleRowBytes, 0, first_key,
-          {shared.walk.key_tile.kv_head, shared.walk.key_tile.batch, shared.walk.key_tile.residue});
+          {shared.key_tile.kv_head, shared.key_tile.batch, shared.key_tile.residue});
     }
     if (lane() == 0) sm90::wait_stores_read();
     __syncwarp();

@@ -15,9 +15,9 @@ namespace flashmsa::bwd {
 
 inline constexpr int kPostprocessThreads = 128;
 
-template <class Config>
+template <class Tiles>
 struct Postprocess {
-  using Element = typename Config::Element;
+  using Element = typename Tiles::Element;
   using RowTile = sm90::SwizzledTile<64, 64>;
 
   const KernelParams& params;
@@ -27,23 +27,24 @@ struct Postprocess {
 
   // 64 rows of dQ.
   __device__ void convert(int32_t block, char* staging) {
-    constexpr int32_t kBlocks = Config::kBlockQ / 64, kColumns = Config::kHeadDim / 64;
+    constexpr int32_t kBlocks = Tiles::kBlockQ / 64, kColumns = Tiles::kHeadDim / 64;
     const int32_t blocks = params.q_tiles * kBlocks;
     const int32_t sequence = block / blocks;
-    const sm90::Sequence at = {sequence / params.residues % params.heads_q,
-                               sequence / params.residues / params.heads_q, sequence % params.residues};
+    const sm90::Sequence at = {sequence / params.residues % params.heads_q, sequence / params.residues / params.heads_q,
+                               sequence % params.residues};
     const int32_t first_row = block % blocks * 64 + warp() * sm90::kWarpRows;
     if (first_row >= params.len_q) return;
-    const float* from = params.prepared.dq + int64_t{block} * kColumns * DqPiece::kFloats + warp() * DqPiece::kWarpFloats;
+    const float* from =
+        params.prepared.dq + int64_t{block} * kColumns * DqPiece::kFloats + warp() * DqPiece::kWarpFloats;
     bool suspect = false;
-#pragma unroll
+#pragma unroll 1
     for (int32_t column = 0; column < kColumns; ++column) {
       if (column * 64 >= params.head_dim) break;
       float dq[32];
 #pragma unroll
       for (int e = 0; e < 32; e += 4) {
-        const float4 quad = __ldcs(reinterpret_cast<const float4*>(from + column * DqPiece::kFloats +
-                                                                   DqPiece::offset(lane(), e)));
+        const float4 quad =
+            __ldcs(reinterpret_cast<const float4*>(from + column * DqPiece::kFloats + DqPiece::offset(lane(), e)));
         dq[e] = quad.x * params.scale;
         dq[e + 1] = quad.y * params.scale;
         dq[e + 2] = quad.z * params.scale;
@@ -68,21 +69,22 @@ struct Postprocess {
     for (int32_t i = lane() / 8; i < sm90::kWarpRows; i += 4) {
       const int32_t row = first_row + i, column = first_column + chunk * 8;
       if (row >= params.len_q || column >= params.head_dim) continue;
-      const uint4 value = *reinterpret_cast<const uint4*>(
-          staging + RowTile::chunk_offset(warp() * sm90::kWarpRows + i, chunk));
+      const uint4 value =
+          *reinterpret_cast<const uint4*>(staging + RowTile::chunk_offset(warp() * sm90::kWarpRows + i, chunk));
       *reinterpret_cast<uint4*>(attn::row_of<Element>(params.dq_rows, at, row) + column) = value;
     }
   }
 
   __device__ __forceinline__ void redo_query(sm90::Sequence at, int32_t row) {
     PairGradient<Element> pair(params, at.batch, at.residue);
-    pair.load_query(at.head, row, Config::kBlockQ);
+    pair.load_query(at.head, row, Tiles::kBlockQ);
     const int32_t kv_head = at.head / params.heads_per_kv_head();
     float dq[8] = {};
     const mask::TwoRuns keys = pair.keys;
-    const mask::Interval runs[2] = {keys.main, mask::first_run(keys)};
+    const mask::Interval first = mask::first_run(keys);
     for (int run = 0; run < 2; ++run) {
-      for (int32_t key = runs[run].begin; key < runs[run].end; ++key) {
+      const int32_t begin = run == 0 ? first.begin : keys.main.begin, end = run == 0 ? first.end : keys.main.end;
+      for (int32_t key = begin; key < end; ++key) {
         if (!visible(params, keys, at.batch, at.head, row, key)) continue;
         pair.load_key(kv_head, key);
         const float ds = pair.ds();
@@ -97,7 +99,8 @@ struct Postprocess {
   __device__ void redo_keys(int32_t cta, int32_t consumer_warp) {
     if (params.prepared.suspects[cta * 8 + consumer_warp] == 0) return;
     const KeyTile tile = key_tile_of(params, cta);
-    const int32_t first = tile.tile * Config::kBlockKv + consumer_warp % (Config::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
+    const int32_t first =
+        tile.tile * Tiles::kBlockKv + consumer_warp % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
     for (int32_t i = 0; i < sm90::kWarpRows && first + i < params.len_kv; ++i) redo_key(tile, first + i);
   }
 
@@ -108,10 +111,10 @@ struct Postprocess {
     for (int32_t g = 0; g < params.heads_per_kv_head(); ++g) {
       const int32_t head = tile.kv_head * params.heads_per_kv_head() + g;
       const mask::TwoRuns* rows =
-          params.prepared.rows + params.plan(tile.batch, head) * params.q_tiles * Config::kBlockQ;
+          params.prepared.rows + params.plan(tile.batch, head) * params.q_tiles * Tiles::kBlockQ;
       for (int32_t row = 0; row < params.len_q; ++row) {
         if (!visible(params, rows[row], tile.batch, head, row, key)) continue;
-        pair.load_query(head, row, Config::kBlockQ);
+        pair.load_query(head, row, Tiles::kBlockQ);
         const float ds = pair.ds();
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -127,11 +130,11 @@ struct Postprocess {
 };
 
 // First a CTA for 64 rows of dQ each, then one for four warps of the main kernel each.
-template <class Config>
-__global__ void __launch_bounds__(kPostprocessThreads) postprocess_kernel(const __grid_constant__ KernelParams params,
-                                                                          int32_t blocks) {
-  __shared__ __align__(1024) char staging[Postprocess<Config>::RowTile::kBytes];
-  Postprocess<Config> post{params};
+template <class Tiles>
+__global__ void __launch_bounds__(kPostprocessThreads)
+    postprocess_kernel(const __grid_constant__ KernelParams params, int32_t blocks) {
+  __shared__ __align__(1024) char staging[Postprocess<Tiles>::RowTile::kBytes];
+  Postprocess<Tiles> post{params};
   const int32_t index = blockIdx.x;
   if (index < blocks) {
     post.convert(index, staging);

@@ -33,15 +33,15 @@ __device__ inline mask::TwoRuns keys_of(const PreprocessParams& params, int32_t 
 }
 
 // The tiles' share of a plan: rows, by one thread each, then the tile by the first. SYNC: all threads of the CTA call it.
-template <class Config>
+template <class Tiles>
 __device__ void plan_tile(const PreprocessParams& params, int32_t batch, int32_t head, int32_t tile) {
   __shared__ mask::TwoRuns ends[2];
   const Prepared& to = params.prepared;
   const int64_t plan = int64_t{batch} * to.plan_stride_batch + int64_t{head} * to.plan_stride_head;
-  const int32_t first_row = tile * Config::kBlockQ;
-  const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
-  for (int32_t i = threadIdx.x; i < Config::kBlockQ; i += blockDim.x) {
-    const int64_t at = (plan * params.q_tiles + tile) * Config::kBlockQ + i;
+  const int32_t first_row = tile * Tiles::kBlockQ;
+  const int32_t last_row = min_of(first_row + Tiles::kBlockQ, params.len_q) - 1;
+  for (int32_t i = threadIdx.x; i < Tiles::kBlockQ; i += blockDim.x) {
+    const int64_t at = (plan * params.q_tiles + tile) * Tiles::kBlockQ + i;
     const int32_t row = first_row + i;
     mask::TwoRuns keys = {{0, 0}, {0, 0}};
     int32_t position = 0;
@@ -61,12 +61,13 @@ __device__ void plan_tile(const PreprocessParams& params, int32_t batch, int32_t
 }
 
 // One CTA a tile of rows of a sequence.
-template <class Config>
-__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ PreprocessParams params) {
-  using Element = typename Config::Element;
+template <class Tiles>
+__global__ void __launch_bounds__(kPreprocessThreads)
+    preprocess_kernel(const __grid_constant__ PreprocessParams params) {
+  using Element = typename Tiles::Element;
   constexpr float kLog2E = 1.44269504088896341f;
   constexpr float kInfinity = __builtin_huge_valf();
-  constexpr int32_t kLanes = Config::kHeadDim / 8;  // of a row
+  constexpr int32_t kLanes = Tiles::kHeadDim / 8;  // of a row
   constexpr int32_t kRowsAtOnce = kPreprocessThreads / kLanes;
   // The main kernel may start to set itself up.
   cudaTriggerProgrammaticLaunchCompletion();
@@ -77,12 +78,12 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const int32_t head = sequence / params.residues % params.heads_q;
   const int32_t batch = sequence / params.residues / params.heads_q;
   const sm90::Sequence from = {head, batch, residue};
-  float* stats = params.prepared.stats + int64_t{blockIdx.x} * (2 * Config::kBlockQ);
+  float* stats = params.prepared.stats + int64_t{blockIdx.x} * (2 * Tiles::kBlockQ);
 
   const int32_t lane = threadIdx.x % kLanes;
 #pragma unroll
-  for (int32_t i = threadIdx.x / kLanes; i < Config::kBlockQ; i += kRowsAtOnce) {
-    const int32_t row = tile * Config::kBlockQ + i;
+  for (int32_t i = threadIdx.x / kLanes; i < Tiles::kBlockQ; i += kRowsAtOnce) {
+    const int32_t row = tile * Tiles::kBlockQ + i;
     float delta = 0.0f;
     if (row < params.len_q && lane * 8 < params.head_dim_v) {
       float o[8], d[8];
@@ -107,21 +108,21 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
         if (params.delta != nullptr) params.delta[int64_t{sequence} * params.len_q + row] = delta;
       }
       stats[i] = lse;
-      stats[Config::kBlockQ + i] = -delta;
+      stats[Tiles::kBlockQ + i] = -delta;
     }
   }
 
-  constexpr int32_t kQuads = Config::kPieces * DqPiece::kFloats / 4;
+  constexpr int32_t kQuads = Tiles::kPieces * DqPiece::kFloats / 4;
   float4* dq = reinterpret_cast<float4*>(params.prepared.dq) + int64_t{blockIdx.x} * kQuads;
   for (int32_t i = threadIdx.x; i < kQuads; i += kPreprocessThreads) dq[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (params.prepared.turns != nullptr && threadIdx.x < Config::kBlockQ / 16) {
-    params.prepared.turns[int64_t{blockIdx.x} * (Config::kBlockQ / 16) + threadIdx.x] = 0;
+  if (params.prepared.turns != nullptr && threadIdx.x < Tiles::kBlockQ / 16) {
+    params.prepared.turns[int64_t{blockIdx.x} * (Tiles::kBlockQ / 16) + threadIdx.x] = 0;
   }
 
   // The first sequence that a plan serves makes it.
   const bool first = residue == 0 && (batch == 0 || params.prepared.plan_stride_batch != 0) &&
                      (head == 0 || params.prepared.plan_stride_head != 0);
-  if (first) plan_tile<Config>(params, batch, head, tile);
+  if (first) plan_tile<Tiles>(params, batch, head, tile);
 }
 
 }  // namespace flashmsa::bwd

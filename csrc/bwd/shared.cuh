@@ -93,15 +93,6 @@ struct KeyTile {
   int32_t tile, batch, residue, kv_head;
 };
 
-// Where the search for query tiles stands, see Walk.
-struct WalkState {
-  KeyTile key_tile;
-  int32_t head, last_head;
-  int32_t base;             // of 32 tiles
-  uint32_t found, partial;  // of these: to come, and not whole
-  int32_t detail[32], turn[32];
-};
-
 template <class Config>
 struct Shared {
   using QTile = sm90::SwizzledTile<Config::kBlockQ, Config::kHeadDim>;
@@ -121,10 +112,10 @@ struct Shared {
   // Where the step is partial.
   alignas(128) mask::TwoRuns rows[Config::kStages][Config::kRowsShared ? Config::kBlockQ : 1];
   Step step[Config::kStages];
-  WalkState walk;
+  KeyTile key_tile;
 
   //                                      arrives (count)             waits
-  sm90::Barrier full_kv;                  // producer + TMA bytes (1)    consumers, dQ
+  sm90::Barrier full_kv;                  // dQ's thread 0 + TMA bytes (1)    consumers, dQ
   sm90::Barrier full[Config::kStages];    // producer + TMA bytes (1)    consumers, dQ
   sm90::Barrier empty[Config::kStages];   // consumer warps              producer
   sm90::Barrier full_p[Config::kDsBuffers];   // P's warps (split)         the other consumers

@@ -17,17 +17,17 @@ inline constexpr uint32_t kConsumersBarrier = 1;
 template <class Config>
 struct ValueConsumer : Pairs<Config> {
   using Base = Pairs<Config>;
-  using typename Base::Fragment;
-  using typename Base::Kept;
-  using typename Base::KeyOperand;
-  using typename Base::S;
   using Base::kGradients;
   using Base::kPairs;
   using Base::kSubs;
   using Base::params;
   using Base::shared;
+  using typename Base::Fragment;
+  using typename Base::Kept;
+  using typename Base::KeyOperand;
+  using typename Base::S;
 
-  __device__ __forceinline__ ValueConsumer(const KernelParams& params, S& shared) : Base(params, shared, 0) {}
+  __device__ __forceinline__ ValueConsumer(const KernelParams& params, S& shared) : Base(params, shared) {}
 
   __device__ __forceinline__ void run() {
     float dv[kGradients];
@@ -81,17 +81,17 @@ struct ValueConsumer : Pairs<Config> {
 template <class Config>
 struct GradientConsumer : Pairs<Config> {
   using Base = Pairs<Config>;
-  using typename Base::Fragment;
-  using typename Base::Kept;
-  using typename Base::KeyOperand;
-  using typename Base::S;
   using Base::kGradients;
   using Base::kPairs;
   using Base::kSubs;
   using Base::params;
   using Base::shared;
+  using typename Base::Fragment;
+  using typename Base::Kept;
+  using typename Base::KeyOperand;
+  using typename Base::S;
 
-  __device__ __forceinline__ GradientConsumer(const KernelParams& params, S& shared) : Base(params, shared, 0) {}
+  __device__ __forceinline__ GradientConsumer(const KernelParams& params, S& shared) : Base(params, shared) {}
 
   __device__ __forceinline__ void run() {
     float dk[kGradients];

@@ -40,6 +40,7 @@ __device__ __forceinline__ int32_t listed_before(const CellListArgs& list, int64
   const int32_t* start = list.row_start + slice * (list.rows + 1) + row;
   const int32_t begin = clamp(start[0], 0, list.capacity), end = clamp(start[1], begin, list.capacity);
   int32_t count = 0;
+#pragma unroll 1
   for (int32_t entry = begin; entry < end; ++entry) count += clamp(key_tile - list.cells[entry] * parts, 0, parts);
   return count;
 }
@@ -58,8 +59,8 @@ __device__ __forceinline__ int64_t list_slice(const CellListArgs& list, int32_t 
 }
 
 // One pair, by everything there is. `keys` are the row's.
-__device__ __forceinline__ bool visible(const KernelParams& params, const mask::TwoRuns& keys, int32_t batch, int32_t head,
-                               int32_t row, int32_t key) {
+__device__ __forceinline__ bool visible(const KernelParams& params, const mask::TwoRuns& keys, int32_t batch,
+                                        int32_t head, int32_t row, int32_t key) {
   if (!mask::contains(keys, key)) return false;
   if (params.list.rows == 0) return true;
   const int32_t detail =

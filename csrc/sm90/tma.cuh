@@ -82,6 +82,14 @@ __device__ __forceinline__ void wait_stores_read() {
 // Returns when the calling thread's stores are complete.
 __device__ __forceinline__ void wait_stores() { ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{}); }
 
+// elect.sync: true in one thread of the warp, known as one to the compiler: addresses of its copies go to uniform registers
+// without a loop over the lanes.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(elected)::"memory");
+  return elected != 0;
+}
+
 // SYNC: makes this thread's ordinary shared-memory writes visible to TMA and wgmma, which read through the async proxy.
 __device__ __forceinline__ void fence_async_proxy() { ptx::fence_proxy_async(ptx::space_shared); }
 

@@ -48,7 +48,7 @@ struct PlanArgs {
   int32_t capacity;  // entries that the plan has room for
   Counters* counters;
   sched::PlanEntry<Mask>* plan;  // in the order of sequences and rows; behind its last place, Ranked ones as many
-  int32_t* first_block;  // packed: (batch + 3), row blocks before each sequence
+  int32_t* first_block;  // packed: (batch + 2), row blocks before each sequence
 };
 
 // Launches a kernel that the attention kernel may overtake (programmatic dependent launch).

@@ -126,39 +126,18 @@ struct PageLoader {
   __device__ __forceinline__ Place find_batch(const Work& tile, int32_t step) const {
     return find(tile, step + lane() / kLanes, piece());
   }
-  // The first ones of tile `round`, as soon as it is published.
-  __device__ __forceinline__ Place find_first(uint32_t round) {
-    wait_work(round);
-    return work(round).entry.row_block < 0 ? Place{0, -1} : find_batch(work(round), 0);
-  }
 
-  // What a lane does for one block: a box, or nothing.
-  struct Target {
-    int32_t eight, head;  // coordinates
-    int32_t offset;       // in the tile; negative: nothing
-  };
-
-  // PERF: worked out before the wait for a free buffer, not behind it.
-  __device__ __forceinline__ Target target(const Work& tile, int32_t step, Place place, const PoolSteps& steps) const {
-    const int32_t page = params.mask.clamp_page(place.page);
-    Target t;
-    // Eights before the first read as zeros.
-    t.eight = place.slot < 0 ? -(params.mask.piece() >> 3) : page * steps.eights + (place.slot >> 3);
-    t.head = page * steps.heads + tile.kv_head * steps.head;
-    t.offset = (piece() << params.mask.piece_log2 >> 3) * static_cast<int32_t>(S::KTile::kAtomBytes);
-    if (!has(step)) t.offset = -1;
-    asm volatile("" : "+r"(t.eight), "+r"(t.head), "+r"(t.offset));
-    return t;
-  }
-
-  // This warp's pieces of a block.
-  __device__ __forceinline__ void load(const Target& t, char* buffer, sm90::Barrier& full,
-                                       const sm90::TensorMap& tensor) {
-    if (t.offset >= 0) {
-      const int32_t coordinates[5] = {0, 0, 0, t.eight, t.head};
-      sm90::load_box(buffer + t.offset, tensor.map, coordinates, full);
-    }
+  // This warp's pieces of block `step`.
+  __device__ __forceinline__ void load(const Work& tile, int32_t step, Place place, char* buffer, sm90::Barrier& full,
+                                       const sm90::TensorMap& tensor, const PoolSteps& steps) {
     if (loader == 0 && lane() == 0) full.arrive_expect(S::KTile::kBytes);
+    if (!has(step)) return;
+    const int32_t page = params.mask.clamp_page(place.page);
+    // Eights before the first read as zeros.
+    const int32_t eight = place.slot < 0 ? -(params.mask.piece() >> 3) : page * steps.eights + (place.slot >> 3);
+    const int32_t coordinates[5] = {0, 0, 0, eight, page * steps.heads + tile.kv_head * steps.head};
+    const int32_t group = piece() << params.mask.piece_log2 >> 3;
+    sm90::load_box(buffer + group * S::KTile::kAtomBytes, tensor.map, coordinates, full);
   }
 
   // Scattered blocks that need a test: the first keys of their groups, a lane each.
@@ -193,11 +172,10 @@ struct PageLoader {
   }
 
   // K and V of one tile, the first block being number key_blocks of the rings: as fwd::Producer::run, whose order keeps it
-  // from waiting for itself. `ahead`: the first batch of this tile, then of the next.
-  __device__ __forceinline__ void load_tile(const Work& tile, uint32_t round, uint32_t key_blocks, int32_t steps,
-                                            Place& ahead) {
+  // from waiting for itself.
+  __device__ __forceinline__ void load_tile(const Work& tile, uint32_t round, uint32_t key_blocks, int32_t steps) {
     const int32_t q_step = Config::kQInRegisters || Config::kQStages > 1 ? min_of(steps, 2) : steps;
-    Place place = {};
+    Place place = {}, ahead = find_batch(tile, 0);
 #pragma unroll 1
     for (int32_t step = 0; step <= steps; ++step) {
       const uint32_t n = key_blocks + step;
@@ -205,21 +183,18 @@ struct PageLoader {
       // The batch before has one V to do still.
       const bool new_batch = step % kBatch == 0;
       if (step < steps) {
-        const Place mine = {new_batch ? ahead.page : place.page, new_batch ? ahead.slot : place.slot};
-        const Target k = target(tile, step, mine, params.mask.k_steps);
         shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
         if constexpr (Mask::kScattered) {
           if (loader == 0 && step < tile.entry.tiles.partial_count()) write_keys(tile, step, shared.key_groups.of(n));
         }
-        load(k, shared.k[stage], shared.full_k[stage], params.k);
+        const Place mine = {new_batch ? ahead.page : place.page, new_batch ? ahead.slot : place.slot};
+        load(tile, step, mine, shared.k[stage], shared.full_k[stage], params.k, params.mask.k_steps);
       }
-      if (step == steps) ahead = find_first(round + 1);
       if (step > 0) {
-        const Target v = target(tile, step - 1, place, params.mask.v_steps);
         shared.empty_v[before].wait(S::KvRing::empty_parity(n - 1));
-        load(v, shared.v[before], shared.full_v[before], params.v);
+        load(tile, step - 1, place, shared.v[before], shared.full_v[before], params.v, params.mask.v_steps);
       }
-      if (new_batch && step < steps) {
+      if (new_batch) {
         place = ahead;
         ahead = find_batch(tile, step + kBatch);
       }
@@ -230,9 +205,6 @@ struct PageLoader {
   __device__ __forceinline__ void run() {
     uint32_t key_blocks = 0;
     if (loader == 0) load_q(0);
-    const bool loads = loader < pieces();  // where pages are large, some warps have nothing to load
-    Place ahead = {};
-    if (loads) ahead = find_first(0);
     for (uint32_t round = 0;; ++round) {
       wait_work(round);
       const Work& tile = work(round);
@@ -240,7 +212,8 @@ struct PageLoader {
       const int32_t steps = tile.entry.tiles.count();
       __syncwarp();
       if (lane() == 0) shared.begun[S::WorkRing::stage(round)].arrive();
-      if (loads) load_tile(tile, round, key_blocks, steps, ahead);
+      // Where pages are large, some warps have nothing to load.
+      if (loader < pieces()) load_tile(tile, round, key_blocks, steps);
       key_blocks += steps;
     }
   }

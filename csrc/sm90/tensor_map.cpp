@@ -6,10 +6,8 @@
 #include <stdexcept>
 
 namespace flashmsa::sm90 {
-namespace {
 
-// The driver's encoder, looked up once: the library links against no driver and loads where none is installed.
-decltype(&cuTensorMapEncodeTiled) encoder() {
+decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto function = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -24,8 +22,6 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   }();
   return function;
 }
-
-}  // namespace
 
 TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows, const char* name,
                           int rank) {
@@ -54,7 +50,7 @@ TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dt
   const CUtensorMapDataType type =
       dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
-  const CUresult status = encoder()(&result.map, type, count, tensor.data, dims, strides + 1, box, element_strides,
+  const CUresult status = tensor_map_encoder()(&result.map, type, count, tensor.data, dims, strides + 1, box, element_strides,
                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {

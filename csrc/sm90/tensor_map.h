@@ -10,6 +10,9 @@
 
 namespace flashmsa::sm90 {
 
+// The driver's encoder, looked up once: the library links against no driver and loads where none is installed.
+decltype(&cuTensorMapEncodeTiled) tensor_map_encoder();
+
 // A (batch, heads, length, head_dim) tensor of 2-byte elements seen by TMA: the map and what turns a head or batch index
 // into a coordinate (0 where the tensor is expanded, because a map's stride may not be 0).
 struct TensorMap {

@@ -130,11 +130,7 @@ template <int kCount>
 __device__ __forceinline__ KeptBits<kCount> draw_in_order(const DropoutParams& params, const Dropout& dropout, uint32_t row,
                                                           int32_t first_key) {
   using Bits = KeptBits<kCount>;
-#ifdef KAT
-  constexpr int kAtOnce = KAT;
-#else
   constexpr int kAtOnce = kCount < 64 ? 1 : 2;
-#endif
   // NOTE: the counter of Dropout::draws, stepped from block to block.
   uint32_t rows = row / 16 * 8 + row % 8;
   uint32_t keys = static_cast<uint32_t>(first_key) / 16 * 4 + threadIdx.x % 4;

@@ -71,8 +71,8 @@ def attention(
 
     Returns out (B, Hq, Sq, Dv) in q's dtype and memory order, and with ``return_lse`` lse (B, Hq, Sq) float32. Sums are
     in float32, for float64 in float64. A row without an allowed key is 0, its lse -inf. Keys that a row may not see do
-    not touch its result, NaN included. Differentiable once by q, k, v and sinks, through out and lse; by alibi_slopes on
-    the torch backend only.
+    not touch its result, NaN included. Differentiable once by q, k, v and sinks, through out and lse; on the torch
+    backend by alibi_slopes too.
 
     Raises TypeError, ValueError, NotImplementedError (second derivatives among others) or RuntimeError (the machine)
     before anything is launched.

@@ -136,10 +136,11 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(weight, x, counted)
         if bool(x.isfinite().all()):
             return weight @ x
-        rows = range(weight.shape[-2])
-        counted = counted.expand(weight.shape)
-        terms = (torch.where(counted[..., i, :, None], weight[..., i, :, None] * x, 0.0) for i in rows)
-        return torch.stack([x.sum(-2) for x in terms], dim=-2)
+        counted, weight, x = counted.expand(weight.shape)[..., None], weight[..., None], x[..., None, :, :]
+        # The terms one by one, of some rows at a time.
+        rows = max(1, 2**24 // max(1, x.numel()))
+        parts = zip(weight.split(rows, dim=-3), counted.split(rows, dim=-3), strict=True)
+        return torch.cat([torch.where(c, w * x, 0.0).sum(-2) for w, c in parts], dim=-2)
 
     @staticmethod
     def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor, Tensor, None]:

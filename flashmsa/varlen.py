@@ -50,9 +50,11 @@ def attention_varlen(
     max_seqlen_k   sequence raise
     seqused_k      int32 (n,): of the keys of sequence d only the first seqused_k[d] are there
     alibi_slopes   (Hq,) float32; distances are counted inside each sequence
+    dropout_p      rows and keys are numbered as they are packed: dropout_mask(1, Hq, T, Tk, dropout_p, seed)
     out            write the result here: (T, Hq, Dv)
 
-    The other arguments are those of ``attention``. Returns out (T, Hq, Dv), and with ``return_lse`` lse (Hq, T)
+    The other arguments, and what has gradients, are those of ``attention``: rows and keys past the last sequence get
+    gradients of 0. Returns out (T, Hq, Dv), and with ``return_lse`` lse (Hq, T)
     float32. Rows past the last sequence are 0, their lse -inf (with sinks: the sink). Offsets, lengths and prefixes on
     a device are read by every launch and never on the host, so that a captured graph replays with others.
 

@@ -140,17 +140,38 @@ def check_gradients(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | torch.Tensor | None = None,
-) -> Gradients:
-    """Out, lse and gradients against float64 autograd by the tolerance rule; returns what was expected."""
+) -> None:
+    """Out, lse and gradients against float64 autograd through the reference, by the tolerance rule."""
     note = note or f"{mask} q {tuple(q.shape)} k {tuple(k.shape)} v {tuple(v.shape)}"
     expected = expected_gradients(q, k, v, mask, d_out, d_lse, options, scale=scale, dropout_p=dropout_p, seed=seed)
+    assert_lse(found["lse"], expected["lse"], note)
+    dropout = {"dropout_p": dropout_p, "seed": seed}
+    assert_gradients(found, expected, q, k, v, mask, d_out, d_lse, options, note=note, scale=scale, **dropout)
+
+
+def assert_gradients(
+    found: Gradients,
+    expected: Gradients,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskCase,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None = None,
+    options: Options = PLAIN,
+    *,
+    note: object = "",
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+) -> None:
+    """Out and gradients against expected ones in float64, by the tolerance rule for these inputs."""
     clean = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in (q, k, v, d_out)]
     kept = None
     if dropout_p > 0.0:
         kept = flashmsa.dropout_mask(*q.shape[:3], k.shape[2], dropout_p, seed, device=q.device)
     yardstick = composed_gradients(*clean[:3], mask, clean[3], d_lse, options, scale, kept, dropout_p)
     sums = magnitudes(tuple(clean), mask, d_lse, options, scale, keep_scale(dropout_p))
-    assert_lse(found["lse"], expected["lse"], note)
     for name, want in expected.items():
         got = found[name]
         if name == "lse":
@@ -159,7 +180,6 @@ def check_gradients(
         assert got.shape == want.shape and got.dtype == like.dtype, f"{note}: {name} {got.dtype} {tuple(got.shape)}"
         extra, limit = extra_limit(name, expected, sums, q, k, v)
         assert_within_rule(got, want, torch.zeros_like(want), yardstick[name], f"{note}: {name}", limit, extra)
-    return expected
 
 
 def magnitudes(
@@ -203,16 +223,19 @@ def extra_limit(
 
     The lse that backward gets is fp32 by contract. Its rounding scales a row's weights by 1 + eps |lse|, which in fp32
     counts beside the rule's yardstick, whose softmax has none. float64 cannot judge itself: n roundings err by n units
-    of the sum of magnitudes. Gradients of sinks are fp32, the expected ones too.
+    of the sum of magnitudes. Gradients of sinks come from that lse and an fp32 delta in every dtype, and are fp32, the
+    expected ones too.
     """
+    lse = expected["lse"]
+    row = torch.finfo(torch.float32).eps * max(1.0, largest(lse.masked_fill(~lse.isfinite(), 0.0)))
     most = largest(sums[name])
-    of_sinks = ulp(largest(expected[name]), torch.float32) if name == "dsinks" else 0.0
+    of_sinks = 0.0
+    if name == "dsinks":
+        of_sinks = ulp(largest(expected[name].nan_to_num(0.0)), torch.float32) + 2.0 * row * most
     if q.dtype == torch.float64:
         n = 2 * (q.shape[2] * q.shape[1] + k.shape[2] + q.shape[3] + v.shape[3])
         return 0.0, n * torch.finfo(torch.float64).eps * most + of_sinks
-    lse = expected["lse"]
-    row = torch.finfo(torch.float32).eps * max(1.0, largest(lse.masked_fill(~lse.isfinite(), 0.0)))
-    return 2.0 * row * most if q.dtype == torch.float32 and name != "out" else of_sinks, None
+    return 2.0 * row * most if q.dtype == torch.float32 and name not in ("out", "dsinks") else of_sinks, None
 
 
 def run_and_check_backward(

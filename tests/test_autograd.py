@@ -1,4 +1,4 @@
-"""The Autograd key of the native operators: gradcheck of every mask and option, tracing, checkpoints, what is refused."""
+"""The Autograd key of the native operators: gradcheck of every mask and option, tracing, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -211,7 +212,7 @@ def test_a_graph_is_freed_after_its_backward_pass() -> None:
     first = q.grad.clone()
     out.sum().backward()
     assert torch.equal(q.grad, 2 * first)
-    with pytest.raises(RuntimeError, match="second time|already been freed"):
+    with pytest.raises(RuntimeError, match=r"second time|already been freed"):
         out.sum().backward()
 
 
@@ -346,7 +347,7 @@ def test_forward_mode_and_vmap() -> None:
     q, k, v = (x.detach() for x in make())
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises(NotImplementedError, match="q: .*forward-mode"):
+        with pytest.raises(NotImplementedError, match=r"q: .*forward-mode"):
             attention(dual, k, v)
     with pytest.raises(NotImplementedError, match="vmap"):
         torch.vmap(lambda x: attention(x, k, v))(q[None])
@@ -387,16 +388,16 @@ def test_the_operator_checks_what_it_is_handed(device: str) -> None:
     rules = (0, [], [], None, 0.0, None, None)
     op, backward = torch.ops.flashmsa.attention, torch.ops.flashmsa.attention_backward
     out, lse = op(q, k, v, *rules, 0.0, None, False, True)
-    with pytest.raises(ValueError, match="rng_state: None with dropout_p 0.5"):
+    with pytest.raises(ValueError, match=r"rng_state: None with dropout_p 0.5"):
         op(q, k, v, *rules, 0.5, None, False, True)
     with pytest.raises(ValueError, match=r"dropout_p: 1; must lie in \[0, 1\)"):
         op(q, k, v, *rules, 1.0, None, False, True)
     no_dropout = (0.0, None, False)
-    with pytest.raises(ValueError, match="dout: shape .* does not match the result's"):
+    with pytest.raises(ValueError, match=r"dout: shape .* does not match the result's"):
         backward(out[..., :8], None, q, k, v, out, lse, *rules, *no_dropout)
-    with pytest.raises(TypeError, match="dout: dtype torch.float32 does not match q's"):
+    with pytest.raises(TypeError, match=r"dout: dtype torch.float32 does not match q's"):
         backward(out.float(), None, q, k, v, out, lse, *rules, *no_dropout)
-    with pytest.raises(TypeError, match="dlse: dtype torch.float64"):
+    with pytest.raises(TypeError, match=r"dlse: dtype torch.float64"):
         backward(out, lse.double(), q, k, v, out, lse, *rules, *no_dropout)
     with pytest.raises(ValueError, match=r"lse: shape \[1, 4, 5\]; must be \[1, 4, 17\]"):
         backward(out, None, q, k, v, out, lse[..., :5], *rules, *no_dropout)

@@ -161,7 +161,7 @@ def test_gradients_do_not_change_the_backend() -> None:
     q.requires_grad_()
     out = attention(q, k, v, Causal())
     assert torch.equal(out, expected) and "FlashmsaAttention" in out.grad_fn.name()
-    with pytest.raises(NotImplementedError, match="q: requires grad.* out="):
+    with pytest.raises(NotImplementedError, match=r"q: requires grad.* out="):
         attention(q, k, v, Causal(), return_lse=True, out=torch.empty(2, 6, 37, 24))
 
 

@@ -1,5 +1,6 @@
 #include "binding/arguments.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -693,6 +694,10 @@ BackwardCall make_backward_call(const Arguments& args, const Gradients& gradient
   p.dk = tensor_ref(dk);
   p.dv = tensor_ref(dv);
   p.delta = delta.mutable_data_ptr<float>();
+  if (args.sinks.has_value() && forward.dtype == DType::kF64) {
+    result.sink_terms = at::zeros(delta.sizes(), delta.options().dtype(at::kDouble));
+    p.sink_terms = result.sink_terms.mutable_data_ptr<double>();
+  }
   return result;
 }
 

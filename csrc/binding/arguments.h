@@ -98,7 +98,8 @@ struct BackwardCall {
   BackwardParams params;  // `forward` is unset: call.params, which a backend may still change
   at::Tensor out, lse, dout, dlse;  // dlse may be undefined
   at::Tensor dq, dk, dv;
-  at::Tensor delta;  // (batch * heads_q * len_q,) fp32, see BackwardParams
+  at::Tensor delta;       // (batch * heads_q * len_q,) fp32, see BackwardParams
+  at::Tensor sink_terms;  // the same in fp64, where wanted
 };
 BackwardCall make_backward_call(const Arguments& args, const Gradients& gradients, const at::Tensor& dq,
                                 const at::Tensor& dk, const at::Tensor& dv, const at::Tensor& delta, Rows rows);

@@ -10,14 +10,15 @@
 namespace flashmsa::binding {
 
 // What a backward pass leaves for the gradient of sinks: lse and delta of the same rows in the same order, fp32, heads in
-// the second dimension.
+// the second dimension; of f64 their sink_terms.
 struct DeltaRows {
-  at::Tensor lse, delta;
+  at::Tensor lse, delta, sink_terms;
 };
 
 // at::parallel_for over the CPU backend.
 struct CpuBackend {
   static constexpr Rows kRows = Rows::kUnitStride;
+  static constexpr bool kRunsWithoutKeys = true;
 
   static void check_device(at::Device) {}
   static c10::OptionalDeviceGuard make_current(at::Device) { return c10::OptionalDeviceGuard(); }
@@ -30,6 +31,7 @@ struct CpuBackend {
 // The sm_90a kernels on the current stream of the tensors' device. Only in builds with kernels.
 struct CudaBackend {
   static constexpr Rows kRows = Rows::kTma;
+  static constexpr bool kRunsWithoutKeys = false;
 
   // Raises where the device has no kernels.
   static void check_device(at::Device device);

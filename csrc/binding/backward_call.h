@@ -10,7 +10,7 @@
 namespace flashmsa::binding {
 
 // The classes of a dilated mask, one call each; keys that no query's class meets keep a gradient of 0.
-template <class Run>
+template <class Backend, class Run>
 std::vector<DeltaRows> run_dilated_backward(BackwardCall& call, const BackwardParams& params, const Run& run) {
   call.dq.zero_();
   call.dk.zero_();
@@ -25,15 +25,17 @@ std::vector<DeltaRows> run_dilated_backward(BackwardCall& call, const BackwardPa
     };
     const int64_t first = part.delta - params.delta;
     const int64_t count = sizes[0] * sizes[1] * sizes[2] * sizes[3];
-    const at::Tensor delta = call.delta.narrow(0, first, count).view(sizes);
-    if (p.len_kv > 0) {
+    const auto rows_of_part = [&](const at::Tensor& tensor) { return tensor.narrow(0, first, count).view(sizes); };
+    const at::Tensor delta = rows_of_part(call.delta);
+    if (p.len_kv > 0 || Backend::kRunsWithoutKeys) {
       run(part);
     } else if (call.dlse.defined()) {
       delta.copy_(of_part(call.dlse).neg());
     } else {
       delta.zero_();
     }
-    rows.push_back({of_part(call.lse), delta});
+    rows.push_back(
+        {of_part(call.lse), delta, call.sink_terms.defined() ? rows_of_part(call.sink_terms) : at::Tensor()});
   }
   return rows;
 }
@@ -44,18 +46,19 @@ std::vector<DeltaRows> run_backward_by_kind(BackwardCall& call, const Run& run) 
   BackwardParams params = call.params;
   params.forward = call.call.params;
   const at::Tensor delta = call.delta.view(call.lse.sizes());
+  const at::Tensor terms = call.sink_terms.defined() ? call.sink_terms.view(call.lse.sizes()) : at::Tensor();
   switch (params.forward.mask.kind) {
     case MaskKind::kDilated:
-      return run_dilated_backward(call, params, run);
+      return run_dilated_backward<Backend>(call, params, run);
     case MaskKind::kHash: {
       SortedBackward<Backend, Prepare> sorted(call);
       run(sorted.params());
       sorted.finish();
-      return {{sorted.lse(), delta}};
+      return {{sorted.lse(), delta, terms}};
     }
     default:
       run(params);
-      return {{call.lse, delta}};
+      return {{call.lse, delta, terms}};
   }
 }
 

@@ -13,6 +13,7 @@
 #include "binding/arguments.h"
 #include "binding/build.h"
 #include "binding/ops.h"
+#include "binding/paged_module.h"
 #include "binding/tile_counts.h"
 #include "mask/list.h"
 
@@ -324,6 +325,7 @@ py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled part of flashmsa: the operator flashmsa::attention, and facts about this build.";
   if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw py::error_already_set();
+  define_paged(m);
   m.def("build_info", &build_info,
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
   m.def("kernels", &kernels, "Every compiled sm_90a kernel, as dicts.");

@@ -122,15 +122,20 @@ Tensor attention_out_on(const Tensor& q, const Tensor& k, const Tensor& v, int64
 
 // ---- Their backward pass
 
-// -sum of exp(sink - lse) delta over everything but heads; rows that saw nothing, not even a sink, count for nothing.
+// exp(sink - lse) delta; rows that saw nothing, not even a sink, count for nothing.
+Tensor sink_terms(const Tensor& sinks, const DeltaRows& rows) {
+  if (rows.sink_terms.defined()) return rows.sink_terms;
+  const Tensor sink = rows.lse.dim() == 4 ? sinks.view({1, -1, 1, 1}) : sinks.view({1, -1, 1});
+  const Tensor live = rows.lse != -std::numeric_limits<double>::infinity();
+  return at::where(live, at::exp(sink - rows.lse).mul_(rows.delta), 0.0);
+}
+
+// Minus their sum over everything but heads.
 Tensor sinks_gradient(const Tensor& sinks, const std::vector<DeltaRows>& rows) {
   Tensor gradient = at::zeros(sinks.sizes(), sinks.options());
   for (const DeltaRows& part : rows) {
-    const bool residues = part.lse.dim() == 4;
-    const Tensor sink = residues ? sinks.view({1, -1, 1, 1}) : sinks.view({1, -1, 1});
-    const Tensor share = at::exp(sink - part.lse).mul_(part.delta);
-    const Tensor live = part.lse != -std::numeric_limits<double>::infinity();
-    gradient -= at::where(live, share, 0.0).sum(residues ? IntArrayRef{0, 2, 3} : IntArrayRef{0, 2});
+    const Tensor terms = sink_terms(sinks, part);
+    gradient -= terms.sum(terms.dim() == 4 ? IntArrayRef{0, 2, 3} : IntArrayRef{0, 2});
   }
   return gradient;
 }
@@ -141,7 +146,7 @@ std::vector<DeltaRows> zero_gradients(const Gradients& given, const Tensor& dq, 
   dk.zero_();
   dv.zero_();
   if (!given.dlse.has_value()) return {};
-  return {{given.lse, given.dlse->neg()}};
+  return {{given.lse, given.dlse->neg(), Tensor()}};
 }
 
 template <class Backend>

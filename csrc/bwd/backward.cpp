@@ -10,7 +10,8 @@ namespace {
 const std::vector<KernelEntry>& table() {
   static const std::vector<KernelEntry> entries = [] {
     std::vector<KernelEntry> all;
-    for (const auto& part : {entries_d64_bf16(), entries_d64_fp16(), entries_d128_bf16(), entries_d128_fp16()}) {
+    for (const auto& part : {entries_d64_bf16(), entries_d64_fp16(), entries_d128_bf16(), entries_d128_fp16(),
+                             entries_d256_bf16(), entries_d256_fp16()}) {
       all.insert(all.end(), part.begin(), part.end());
     }
     return all;
@@ -20,9 +21,15 @@ const std::vector<KernelEntry>& table() {
 
 const KernelEntry* find(const BackwardParams& params) {
   const AttentionParams& p = params.forward;
+  const bool in_order = p.mask.q_order == nullptr && p.token_step == 1;
+  const bool general = p.softcap > 0 || p.alibi_slopes != nullptr || (p.dropout_p > 0 && !in_order);
   // The smallest bucket that holds both.
   for (const KernelEntry& entry : table()) {
-    if (entry.info.dtype == p.dtype && entry.info.head_dim_bucket >= max_of(p.head_dim, p.head_dim_v)) return &entry;
+    const KernelInfo& info = entry.info;
+    if (info.dtype == p.dtype && info.head_dim_bucket >= max_of(p.head_dim, p.head_dim_v) && info.general == general &&
+        (general || info.dropout == p.dropout_p > 0)) {
+      return &entry;
+    }
   }
   return nullptr;
 }

@@ -9,59 +9,89 @@
 namespace flashmsa::bwd {
 
 // Walks over the query tiles of a key tile, head by head. A warp's work: each lane looks at a tile of its own.
+// NOTE: its state lives in shared memory; the warpgroup's few registers are dQ's.
 template <class Config>
 struct Walk {
   const KernelParams& params;
-  const KeyTile key_tile;
-  int32_t head, last_head;
-  int32_t base = -32;        // tile of lane 0
-  uint32_t found = 0;        // of these 32 tiles, those to come
-  uint32_t partial = 0;
-  int32_t detail = mask::kWholeCell;  // of this lane's tile
+  WalkState& state;
 
-  __device__ Walk(const KernelParams& params, const KeyTile& key_tile)
-      : params(params),
-        key_tile(key_tile),
-        head(key_tile.kv_head * params.heads_per_kv_head()),
-        last_head(head + params.heads_per_kv_head() - 1) {}
+  __device__ __forceinline__ uint32_t lane() const { return threadIdx.x % 32; }
 
-  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
+  __device__ void begin(const KeyTile& key_tile) {
+    const int32_t head = key_tile.kv_head * params.heads_per_kv_head();
+    state.key_tile = key_tile;
+    state.head = head;
+    state.last_head = head + params.heads_per_kv_head() - 1;
+    state.base = -32;
+    state.found = state.partial = 0;
+    __syncwarp();
+  }
 
-  __device__ void look(int32_t tile) {
+  // Which of the 32 tiles from state.base on the keys meet.
+  __device__ void look() {
+    const int32_t tile = state.base + lane();
+    const int32_t n = state.key_tile.tile;
     bool meets = false, hides = false;
-    detail = mask::kWholeCell;
+    int32_t detail = mask::kWholeCell, turn = 0;
     if (tile < params.q_tiles) {
-      const QueryTile& plan = params.prepared.tiles[params.plan(key_tile.batch, head) * params.q_tiles + tile];
-      const int32_t n = key_tile.tile;
+      const QueryTile& plan =
+          params.prepared.tiles[params.plan(state.key_tile.batch, state.head) * params.q_tiles + tile];
       const bool in_main = n >= plan.main.begin && n < plan.main.end;
       const bool in_first = n >= plan.first_begin && n < plan.first_end;
       meets = in_main || in_first;
       hides = !(n >= plan.main.full_begin && n < plan.main.full_end);
       if (meets && params.list.rows > 0) {
-        detail = find_cell(params.list, list_slice(params.list, key_tile.batch, head),
+        detail = find_cell(params.list, list_slice(params.list, state.key_tile.batch, state.head),
                            tile * Config::kBlockQ / mask::kCell, n * Config::kBlockKv / mask::kCell);
         meets = detail != kNoCell;
         hides |= detail != mask::kWholeCell;
       }
+      if (meets && params.prepared.turns != nullptr) turn = turn_of(plan, tile, in_first);
     }
-    found = __ballot_sync(~0u, meets);
-    partial = __ballot_sync(~0u, meets && hides);
+    state.detail[lane()] = detail;
+    state.turn[lane()] = turn;
+    const uint32_t found = __ballot_sync(~0u, meets), partial = __ballot_sync(~0u, meets && hides);
+    state.found = found;
+    state.partial = partial;
+    __syncwarp();
   }
 
-  // The next step; tile negative after the last.
+  // How many key tiles before this one meet the same queries. They are started before this one.
+  __device__ int32_t turn_of(const QueryTile& plan, int32_t tile, bool in_first) const {
+    const int32_t n = state.key_tile.tile, first = plan.first_end - plan.first_begin;
+    if (params.list.rows == 0) return in_first ? n - plan.first_begin : first + n - plan.main.begin;
+    const int64_t slice = list_slice(params.list, state.key_tile.batch, state.head);
+    const auto before = [&](int32_t key_tile) {
+      return listed_before(params.list, slice, tile * Config::kBlockQ / mask::kCell, key_tile,
+                           mask::kCell / Config::kBlockKv);
+    };
+    if (in_first) return before(n) - before(plan.first_begin);
+    return before(plan.first_end) - before(plan.first_begin) + before(n) - before(plan.main.begin);
+  }
+
+  // The next step; tile negative after the last. SYNC: the same in all lanes, which read before one of them writes.
   __device__ Step next() {
-    while (found == 0) {
-      base += 32;
+    while (state.found == 0) {
+      int32_t base = state.base + 32, head = state.head;
       if (base >= params.q_tiles) {
-        if (head == last_head) return {-1, 0, 0, 0};
+        if (head == state.last_head) return {-1, 0, 0, 0, 0};
         ++head;
         base = 0;
       }
-      look(base + lane());
+      __syncwarp();
+      state.base = base;
+      state.head = head;
+      __syncwarp();
+      look();
     }
+    const uint32_t found = state.found;
     const int32_t at = __ffs(found) - 1;
-    found &= found - 1;
-    return {base + at, head, static_cast<int32_t>(partial >> at & 1u), __shfl_sync(~0u, detail, at)};
+    const Step step = {state.base + at, state.head, static_cast<int32_t>(state.partial >> at & 1u), state.detail[at],
+                       state.turn[at]};
+    __syncwarp();
+    state.found = found & (found - 1);
+    __syncwarp();
+    return step;
   }
 };
 
@@ -72,13 +102,14 @@ struct DqWarpgroup {
   using Mma = sm90::Wgmma<64, Element>;
   using DsOperand = sm90::MnMajor<typename S::DsTile>;
   using KOperand = sm90::MnMajor<typename S::KTile>;
+  static constexpr int32_t kColumnPieces = Config::kHeadDim / 64;
 
   const KernelParams& params;
   S& shared;
   const KeyTile key_tile;
 
-  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
-  __device__ __forceinline__ int32_t warp() const { return threadIdx.x / 32; }
+  __device__ __forceinline__ uint32_t lane() const { return threadIdx.x % 32; }
+  __device__ __forceinline__ uint32_t warp() const { return threadIdx.x / 32; }
 
   __device__ void load_keys() {
     const int32_t first_key = key_tile.tile * Config::kBlockKv;
@@ -102,7 +133,7 @@ struct DqWarpgroup {
     copy(shared.stats[stage], params.prepared.stats + (sequence * params.q_tiles + step.tile) * (2 * Config::kBlockQ),
          S::kStatBytes, full);
     sm90::load_tile<typename S::QTile, sm90::kStridedRank>(shared.dout[stage], params.dout, row, from, full);
-    if (step.partial) {
+    if (Config::kRowsShared && step.partial) {
       const int64_t plan = params.plan(key_tile.batch, step.head);
       copy(shared.rows[stage], params.prepared.rows + (plan * params.q_tiles + step.tile) * Config::kBlockQ,
            S::kRowBytes, full);
@@ -114,9 +145,8 @@ struct DqWarpgroup {
   }
 
   // A 64 x 64 piece of dQ: rows 64 * (piece / columns) …, columns 64 * (piece % columns) ….
-  __device__ __forceinline__ void multiply(float (&dq)[32], int32_t piece) {
-    constexpr int32_t kColumnPieces = Config::kHeadDim / 64;
-    const uint32_t ds = static_cast<uint32_t>(__cvta_generic_to_shared(shared.ds));
+  __device__ __forceinline__ void multiply(float (&dq)[32], int32_t piece, uint32_t buffer) {
+    const uint32_t ds = static_cast<uint32_t>(__cvta_generic_to_shared(shared.ds[buffer]));
     const uint32_t k = static_cast<uint32_t>(__cvta_generic_to_shared(shared.k));
     const uint64_t a = DsOperand::descriptor(ds + piece / kColumnPieces * S::DsTile::kGroupBytes);
     const uint64_t b = KOperand::descriptor(k + piece % kColumnPieces * S::KTile::kGroupBytes);
@@ -148,8 +178,26 @@ struct DqWarpgroup {
     }
   }
 
+  // Deterministic mode: key tiles add to the same 16 rows in their order. Those before are of CTAs started earlier, which
+  // wait for none that starts later.
+  // SYNC: a turn begins when what was added in the one before is complete in memory.
+  __device__ __forceinline__ void wait_turn(int64_t block, int32_t turn) {
+    if (params.prepared.turns == nullptr || lane() != 0) return;
+    const int32_t* at = params.prepared.turns + block * 4 + warp();
+    int32_t now;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+    } while (now < turn);
+  }
+  __device__ __forceinline__ void end_turn(int64_t block) {
+    if (params.prepared.turns == nullptr || lane() != 0) return;
+    sm90::wait_stores();
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(params.prepared.turns + block * 4 + warp()) : "memory");
+  }
+
   __device__ void run() {
-    Walk<Config> walk(params, key_tile);
+    Walk<Config> walk{params, shared.walk};
+    if (warp() == 0) walk.begin(key_tile);
     Place<Config::kStages> ahead;
     bool more = true;
     // SYNC: one warp loads; `ahead` is as many steps in front of the others' as there are stages, less one.
@@ -168,24 +216,34 @@ struct DqWarpgroup {
     shared.full_kv.wait(0);
 
     Place<Config::kStages> at;
-    uint32_t ds_parity = 0;
+    Place<Config::kDsBuffers> buffer;
 #pragma unroll 1
-    for (;; at.advance(), ds_parity ^= 1u) {
+    for (;; at.advance(), buffer.advance()) {
+#ifndef LATELOAD
       load_next();
+#endif
       shared.full[at.stage].wait(at.parity);
       const int32_t tile = __shfl_sync(~0u, shared.step[at.stage].tile, 0);
       if (tile < 0) break;
-      const int64_t sequence = params.sequence(key_tile.batch, shared.step[at.stage].head, key_tile.residue);
-      float* target = params.prepared.dq + (sequence * params.q_tiles + tile) * (Config::kPieces * DqPiece::kFloats);
-      shared.full_ds.wait(ds_parity);
+      const int64_t block =
+          (params.sequence(key_tile.batch, shared.step[at.stage].head, key_tile.residue) * params.q_tiles + tile) *
+          (Config::kBlockQ / 64);
+      const int32_t turn = shared.step[at.stage].turn;
+      float* target = params.prepared.dq + block * (kColumnPieces * DqPiece::kFloats);
+      shared.full_ds[buffer.stage].wait(buffer.parity);
 #pragma unroll
       for (int32_t piece = 0; piece < Config::kPieces; ++piece) {
         float dq[32];
-        multiply(dq, piece);
+        multiply(dq, piece, buffer.stage);
+#ifdef LATELOAD
+        if (piece == 0) load_next();
+#endif
         sm90::wgmma_wait<0>();
         sm90::pin_registers(dq);
-        if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds.arrive();
+        if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
+        if (piece % kColumnPieces == 0) wait_turn(block + piece / kColumnPieces, turn);
         add(dq, piece % Config::kStagings, target + piece * DqPiece::kFloats);
+        if (piece % kColumnPieces == kColumnPieces - 1) end_turn(block + piece / kColumnPieces);
       }
     }
     // SYNC: shared memory outlives the copies that read it.

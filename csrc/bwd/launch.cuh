@@ -13,6 +13,7 @@
 #include "bwd/preprocess.cuh"
 #include "bwd/table.h"
 #include "core/cuda_check.h"
+#include "core/philox.h"
 #include "sched/tile_order.h"
 
 namespace flashmsa::bwd {
@@ -102,6 +103,25 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
   return params;
 }
 
+inline DropoutParams make_dropout_params(const AttentionParams& p) {
+  DropoutParams dropout = {};
+  if (p.dropout_p == 0) return dropout;
+  const MaskArgs& m = p.mask;
+  dropout.rng_state = p.rng_state;
+  dropout.p = p.dropout_p;
+  dropout.keep_scale = 65536.0f / static_cast<float>(65536 - dropout_threshold(p.dropout_p));
+  dropout.first_query = p.first_query;
+  dropout.first_key = p.first_key;
+  dropout.token_step = p.token_step;
+  dropout.q_order = m.q_order;
+  dropout.kv_order = m.kv_order;
+  dropout.q_stride_batch = m.q_order_stride_batch;
+  dropout.q_stride_head = m.q_order_stride_head;
+  dropout.kv_stride_batch = m.kv_order_stride_batch;
+  dropout.kv_stride_head = m.kv_order_stride_head;
+  return dropout;
+}
+
 template <class Config>
 KernelParams make_params(const BackwardParams& b, const Layout& layout, const Prepared& prepared) {
   using S = Shared<Config>;
@@ -149,7 +169,7 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   params.alibi_slopes = p.alibi_slopes;
   params.alibi_stride_batch = p.alibi_stride_batch;
   params.alibi_factor = std::min(static_cast<float>(p.alibi_step / p.scale), std::numeric_limits<float>::max());
-  params.dropout = {p.dropout_p > 0 ? p.rng_state : nullptr, p.dropout_p, 1, 0};
+  params.dropout = make_dropout_params(p);
   return params;
 }
 
@@ -198,7 +218,10 @@ template <class Config>
 KernelEntry make_entry() {
   constexpr DType kDType = kDTypeOf<typename Config::Element>;
   KernelInfo info;
-  info.name = "bwd_d" + std::to_string(Config::kHeadDim) + (kDType == DType::kF16 ? "_fp16" : "_bf16");
+  info.name = "bwd" + std::string(Config::Extra::kName) + "_d" + std::to_string(Config::kHeadDim) +
+              (kDType == DType::kF16 ? "_fp16" : "_bf16");
+  info.general = Config::Extra::kGeneral;
+  info.dropout = Config::Extra::kDropout;
   info.dtype = kDType;
   info.head_dim_bucket = Config::kHeadDim;
   info.block_q = Config::kBlockQ;
@@ -207,6 +230,13 @@ KernelEntry make_entry() {
   info.threads = Config::kThreads;
   info.shared_memory = sizeof(Shared<Config>);
   return {info, &workspace_bytes<Config>, &launch<Config>};
+}
+
+// The kernels of one head-dim bucket and dtype.
+template <template <class, class> class ConfigOf, class Element>
+std::vector<KernelEntry> make_entries() {
+  return {make_entry<ConfigOf<Element, Plain>>(), make_entry<ConfigOf<Element, Dropping>>(),
+          make_entry<ConfigOf<Element, General>>()};
 }
 
 }  // namespace flashmsa::bwd

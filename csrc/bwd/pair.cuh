@@ -2,19 +2,10 @@
 #pragma once
 
 #include "attn/slow_rows.cuh"
+#include "bwd/dropout.cuh"
 #include "bwd/shared.cuh"
-#include "core/philox.h"
 
 namespace flashmsa::bwd {
-
-// What dropout multiplies a weight by.
-__device__ __forceinline__ float keep_factor(const KernelParams& params, int32_t batch, int32_t head, int32_t residue,
-                                    int32_t query, int32_t key) {
-  const DropoutParams& d = params.dropout;
-  const Dropout dropout = make_dropout(d.rng_state, d.p, batch, head, params.heads_q);
-  const int32_t offset = residue + d.base;
-  return dropout.keeps(query * d.step + offset, key * d.step + offset) ? dropout.keep_scale() : 0.0f;
-}
 
 template <class Element>
 struct PairGradient {
@@ -86,9 +77,13 @@ struct PairGradient {
     const float p = sm90::exp2_approx(fmaf(s, params.scale_log2, -lse));
     dropped = p;
     if (params.dropout.rng_state != nullptr) {
-      const float keep = keep_factor(params, batch, head, residue, query, key);
-      dropped *= keep;
-      dp *= keep;
+      const int32_t kv_head = head / params.heads_per_kv_head();
+      const bool keep = dropout_of(params, batch, head)
+                            .keeps(original_query(params, batch, head, residue, query),
+                                   original_key(params, batch, kv_head, residue, key));
+      if (!keep) dropped = dp = 0.0f;
+      dropped *= params.dropout.keep_scale;
+      dp *= params.dropout.keep_scale;
     }
     return p * (dp + minus_delta) * slope;
   }

@@ -38,14 +38,18 @@ struct DqPiece {
   static constexpr int32_t kFloats = 64 * 64;
   static constexpr int32_t kWarpFloats = kFloats / 4;
   // Of element e of a lane, within the warp's part.
-  static FLASHMSA_HD constexpr int32_t offset(int32_t lane, int32_t e) { return (e / 4 * 32 + lane) * 4 + e % 4; }
+  static FLASHMSA_HD constexpr uint32_t offset(uint32_t lane, uint32_t e) { return (e / 4 * 32 + lane) * 4 + e % 4; }
 };
 
-// What core/philox.h needs; indices count in the caller's tensors: i * step + residue + base.
+// What core/philox.h needs: the draws' key, and the caller's indices of queries and keys.
 struct DropoutParams {
   const int64_t* rng_state;  // null: none
   double p;
-  int32_t step, base;
+  float keep_scale;
+  int32_t first_query, first_key, token_step;
+  const int32_t* q_order;  // instead of these; null: not
+  const int32_t* kv_order;
+  int64_t q_stride_batch, q_stride_head, kv_stride_batch, kv_stride_head;
 };
 
 struct KernelParams {
@@ -64,6 +68,8 @@ struct KernelParams {
   float alibi_factor;  // from a slope to S's unit a key
   DropoutParams dropout;
 
+  // What kept weights, and with them dV, are multiplied by.
+  FLASHMSA_HD float value_scale() const { return dropout.rng_state != nullptr ? dropout.keep_scale : 1.0f; }
   FLASHMSA_HD int32_t heads_per_kv_head() const { return heads_q / heads_kv; }
   FLASHMSA_HD int64_t sequence(int32_t batch_index, int32_t head, int32_t residue) const {
     return (int64_t{batch_index} * heads_q + head) * residues + residue;
@@ -79,11 +85,21 @@ struct alignas(16) Step {
   int32_t head;
   int32_t partial;  // some pair may be hidden
   int32_t detail;   // of the listed cell
+  int32_t turn;     // how many key tiles before this one meet these queries
 };
 
 // Whose keys and values a CTA's tile is.
 struct KeyTile {
   int32_t tile, batch, residue, kv_head;
+};
+
+// Where the search for query tiles stands, see Walk.
+struct WalkState {
+  KeyTile key_tile;
+  int32_t head, last_head;
+  int32_t base;             // of 32 tiles
+  uint32_t found, partial;  // of these: to come, and not whole
+  int32_t detail[32], turn[32];
 };
 
 template <class Config>
@@ -93,25 +109,27 @@ struct Shared {
   using DsTile = sm90::SwizzledTile<Config::kBlockKv, Config::kBlockQ>;  // dS^T
 
   static constexpr uint32_t kStatBytes = 2 * Config::kBlockQ * sizeof(float);
-  static constexpr uint32_t kRowBytes = Config::kBlockQ * sizeof(mask::TwoRuns);
+  static constexpr uint32_t kRowBytes = Config::kRowsShared ? Config::kBlockQ * sizeof(mask::TwoRuns) : 0;
 
   alignas(1024) char k[KTile::kBytes];
   alignas(1024) char v[KTile::kBytes];
   alignas(1024) char q[Config::kStages][QTile::kBytes];
   alignas(1024) char dout[Config::kStages][QTile::kBytes];
-  alignas(1024) char ds[DsTile::kBytes];
+  alignas(1024) char ds[Config::kDsBuffers][DsTile::kBytes];
   alignas(1024) float staging[Config::kStagings][DqPiece::kFloats];
   alignas(128) float stats[Config::kStages][2 * Config::kBlockQ];
-  alignas(128) mask::TwoRuns rows[Config::kStages][Config::kBlockQ];  // where the step is partial
+  // Where the step is partial.
+  alignas(128) mask::TwoRuns rows[Config::kStages][Config::kRowsShared ? Config::kBlockQ : 1];
   Step step[Config::kStages];
-  KeyTile key_tile;
+  WalkState walk;
 
   //                                      arrives (count)             waits
   sm90::Barrier full_kv;                  // producer + TMA bytes (1)    consumers, dQ
   sm90::Barrier full[Config::kStages];    // producer + TMA bytes (1)    consumers, dQ
   sm90::Barrier empty[Config::kStages];   // consumer warps              producer
-  sm90::Barrier full_ds;                  // consumer warps              dQ
-  sm90::Barrier empty_ds;                 // dQ's warps                  consumers
+  sm90::Barrier full_p[Config::kDsBuffers];   // P's warps (split)         the other consumers
+  sm90::Barrier full_ds[Config::kDsBuffers];  // dS's warps                dQ
+  sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
@@ -120,8 +138,11 @@ struct Shared {
       full[s].init(1);
       empty[s].init(kConsumerWarps);
     }
-    full_ds.init(kConsumerWarps);
-    empty_ds.init(4);
+    for (int s = 0; s < Config::kDsBuffers; ++s) {
+      full_p[s].init(4);
+      full_ds[s].init(Config::kSplit == Split::kByKeys ? kConsumerWarps : 4);
+      empty_ds[s].init(4);
+    }
     sm90::fence_barrier_init();
   }
 };

@@ -20,5 +20,7 @@ std::vector<KernelEntry> entries_d64_bf16();
 std::vector<KernelEntry> entries_d64_fp16();
 std::vector<KernelEntry> entries_d128_bf16();
 std::vector<KernelEntry> entries_d128_fp16();
+std::vector<KernelEntry> entries_d256_bf16();
+std::vector<KernelEntry> entries_d256_fp16();
 
 }  // namespace flashmsa::bwd

@@ -33,12 +33,23 @@ __device__ __forceinline__ int32_t find_cell(const CellListArgs& list, int64_t s
   return mixed < end && list.cells[mixed] == column ? list.detail[mixed] : kNoCell;
 }
 
+// How many key tiles left of key_tile a row of cells lists; parts: key tiles in a cell.
+__device__ __forceinline__ int32_t listed_before(const CellListArgs& list, int64_t slice, int32_t row, int32_t key_tile,
+                                                 int32_t parts) {
+  if (row >= list.rows) return 0;
+  const int32_t* start = list.row_start + slice * (list.rows + 1) + row;
+  const int32_t begin = clamp(start[0], 0, list.capacity), end = clamp(start[1], begin, list.capacity);
+  int32_t count = 0;
+  for (int32_t entry = begin; entry < end; ++entry) count += clamp(key_tile - list.cells[entry] * parts, 0, parts);
+  return count;
+}
+
 // Whether a pair of such a cell is set; row and column within it.
-__device__ __forceinline__ bool cell_shows(const CellListArgs& list, int32_t detail, int32_t row, int32_t column) {
+__device__ __forceinline__ bool cell_shows(const CellListArgs& list, int32_t detail, uint32_t row, uint32_t column) {
   if (detail == mask::kWholeCell) return true;
   if (list.bits == nullptr) return (detail >> (2 * (row / 64) + column / 64) & 1) != 0;
   const int32_t tile = clamp(detail, 0, list.tiles - 1);
-  const int32_t word = list.bits[(int64_t{tile} * mask::kCell + row) * (mask::kCell / 32) + column / 32];
+  const uint32_t word = list.bits[(int64_t{tile} * mask::kCell + row) * (mask::kCell / 32) + column / 32];
   return (word >> (column % 32) & 1) != 0;
 }
 

@@ -146,6 +146,8 @@ struct BackwardParams {
   TensorRef dv;                 // (batch, heads_kv, len_kv, head_dim_v)
   // (batch, heads_q, residues, len_q), contiguous, written: rowsum(dout * out) - dlse, what dS subtracts from dP.
   float* delta = nullptr;
+  // Of f64 with sinks, on the CPU: likewise exp(sink - lse) * delta, of which delta and lse in fp32 keep too few digits.
+  double* sink_terms = nullptr;
   bool deterministic = false;
 };
 

@@ -212,6 +212,16 @@ FLASHMSA_CPU_TARGET inline void softmax(Acc* s, mask::Interval keys, Acc* top, A
   at(decay) = factor;
 }
 
+// The weights that dropout does not keep become 0. NOTE: and still count as visible: a NaN among values is not dropped.
+template <class Acc>
+FLASHMSA_CPU_TARGET inline void drop(Acc* p, const uint64_t* kept, const uint64_t* visible, int32_t rows) {
+  for (int32_t row = 0; row < rows; ++row) {
+    for (uint64_t dropped = visible[row] & ~kept[row]; dropped != 0; dropped &= dropped - 1) {
+      p[std::countr_zero(dropped) * kBlockQ + row] = 0;
+    }
+  }
+}
+
 template <class Acc>
 FLASHMSA_CPU_TARGET inline void rescale(Acc* o, const Acc* decay, int32_t rows, int32_t columns) {
   for (int32_t row = 0; row < rows; ++row) {
@@ -308,12 +318,7 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Sc
   for (int32_t row = 0; row < kBlockQ; ++row) scratch.visible[row] >>= skipped;
   load_rows(task.k, first, count, task.head_dim, static_cast<Acc*>(scratch.k), task.head_dim);
   load_rows(task.v, first, count, task.head_dim_v, static_cast<Acc*>(scratch.v), scratch.padded_dim_v);
-  const uint64_t* weighed = scratch.visible;
-  if (task.dropout.used()) {
-    find_kept(task.dropout, task.rows, first, count, scratch.kept);
-    for (int32_t row = 0; row < kBlockQ; ++row) scratch.kept[row] &= scratch.visible[row];
-    weighed = scratch.kept;
-  }
+  if (task.dropout.used()) find_kept(task.dropout, task.rows, first, count, scratch.kept);
   if (task.has_alibi) {
     for (int32_t row = 0; row < kBlockQ; ++row) scratch.place[row] = static_cast<Acc>(plan.position[row] - first);
   }
@@ -352,12 +357,14 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Sc
       softmax(s + r, keys, scratch.top + row + r, scratch.sum + row + r, scratch.decay + row + r);
     }
 
+    if (task.dropout.used()) drop(s, scratch.kept + row, visible, rows);
+
     // O = O exp(old top - top) + P V
     Acc* o = scratch.o + row * scratch.padded_dim_v;
     rescale(o, static_cast<Acc*>(scratch.decay + row), rows, scratch.padded_dim_v);
     for (int32_t r = 0; r < min_of(rows, task.rows - row); r += kRowsAtOnce) {
       accumulate(o + r * scratch.padded_dim_v, static_cast<const Acc*>(s + r), static_cast<Acc*>(scratch.v),
-                 scratch.padded_dim_v, weighed + row + r);
+                 scratch.padded_dim_v, visible + r);
     }
   }
 }

@@ -152,7 +152,9 @@ class Backward {
       task.dlse = rows_of<const float>(dlse, place, place.head, place.first_row);
     }
     const int64_t sequence = (int64_t{place.batch} * forward_.heads_q + place.head) * forward_.residues + place.residue;
-    task.delta = params_.delta + sequence * forward_.len_q + place.first_row;
+    const int64_t rows_before = sequence * forward_.len_q + place.first_row;
+    task.delta = params_.delta + rows_before;
+    if (params_.sink_terms != nullptr) task.sink_terms = params_.sink_terms + rows_before;
     return task;
   }
 

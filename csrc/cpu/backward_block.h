@@ -86,6 +86,11 @@ FLASHMSA_CPU_TARGET inline void begin_backward(const BackwardTask<T>& task, Back
     if (task.dlse.data != nullptr) delta -= task.dlse.data[row * task.dlse.stride];
     scratch.delta[row] = delta;
     task.delta[row] = static_cast<float>(delta);
+    if (task.sink_terms == nullptr) continue;
+    // An empty row's lse is the sink.
+    const double sink = *forward.sink;
+    const double share = scratch.live[row] ? std::exp(sink - scratch.lse[row]) : 1.0;
+    task.sink_terms[row] = sink == kMinusInfinity<double> ? 0.0 : share * delta;
   }
 }
 
@@ -111,7 +116,7 @@ FLASHMSA_CPU_TARGET inline void differentiate(const BlockTask<T>& task, Acc* s, 
     exp_nonpositive(weight);
     Vector<Acc> gradient = at(dp + key * kBlockQ);
     if (kept != nullptr) {
-      // NOTE: chosen, not multiplied: 0 * NaN is NaN.
+      // NOTE: chosen, not multiplied: what else is NaN says so by itself, through delta.
       const Vector<Acc> factor = at(kept + key * kBlockQ);
       gradient = factor == Acc(0) ? Vector<Acc>{} : gradient * factor;
     }
@@ -127,7 +132,8 @@ FLASHMSA_CPU_TARGET inline void transpose(const Acc* __restrict from, const Acc*
   for (int32_t row = 0; row < rows; ++row) {
     for (int32_t key = 0; key < keys; ++key) {
       const Acc weight = from[key * kBlockQ + row];
-      to[row * kBlockKv + key] = kept == nullptr ? weight : weight * kept[key * kBlockQ + row];
+      const Acc factor = kept == nullptr ? Acc(1) : kept[key * kBlockQ + row];
+      to[row * kBlockKv + key] = factor == Acc(0) ? Acc(0) : weight * factor;
     }
   }
 }
@@ -156,7 +162,6 @@ FLASHMSA_CPU_TARGET inline void add_to_keys(BackwardScratch<Acc>& scratch, const
     accumulate(dk + key * padded_dim, static_cast<const Acc*>(transposed + key), static_cast<Acc*>(scratch.q),
                padded_dim, by_key + key);
   }
-  if (kept != nullptr) transpose_bits(scratch.block.kept, rows, by_key);
   transpose(static_cast<const Acc*>(scratch.block.p), kept, rows, count, transposed);
   for (int32_t key = 0; key < count; key += kRowsAtOnce) {
     accumulate(dv + key * padded_dim_v, static_cast<const Acc*>(transposed + key), static_cast<Acc*>(scratch.dout),
@@ -176,7 +181,6 @@ FLASHMSA_CPU_TARGET inline const Acc* find_kept_factors(const BlockTask<T>& task
   for (int32_t key = 0; key < count; ++key) {
     for (int32_t row = 0; row < kBlockQ; ++row) factors[key * kBlockQ + row] = kept[row] >> key & 1 ? factor : Acc(0);
   }
-  for (int32_t row = 0; row < kBlockQ; ++row) kept[row] &= scratch.block.visible[row];
   return factors;
 }
 

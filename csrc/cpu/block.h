@@ -124,7 +124,7 @@ class Scratch {
   Array decay;  // (kBlockQ) exp(old top - new top)
   Array place;  // (kBlockQ) the rows' positions, counted as below
   uint64_t visible[kBlockQ];  // the rows' keys in the current tile, counted from its first loaded key
-  uint64_t kept[kBlockQ];  // those of them that dropout keeps; only with dropout
+  uint64_t kept[kBlockQ];  // the keys that dropout keeps, counted alike; only with dropout
 };
 
 // A block's backward pass.
@@ -135,6 +135,7 @@ struct BackwardTask {
   Rows<const float> dlse;  // the same; data null: zero
   Rows<T> dq;  // the same
   float* delta;  // the same
+  double* sink_terms;  // the same; null: not wanted
   AccumulateType<T>*dk, *dv;  // from key 0, rows of padded_dim and padded_dim_v elements: summed into
 };
 

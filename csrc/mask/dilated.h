@@ -118,6 +118,7 @@ inline std::vector<BackwardParams> split_by_residue(const BackwardParams& p) {
     part.dlse_stride_residue = p.dlse_stride_seq;
     part.dlse_stride_seq = p.dlse_stride_seq * forward.token_step;
     part.delta = p.delta + rows_before;
+    if (p.sink_terms != nullptr) part.sink_terms = p.sink_terms + rows_before;
     rows_before += int64_t{forward.batch} * forward.heads_q * forward.residues * forward.len_q;
     parts.push_back(part);
   }

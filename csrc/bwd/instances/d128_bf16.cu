@@ -2,6 +2,6 @@
 
 namespace flashmsa::bwd {
 
-std::vector<KernelEntry> entries_d128_bf16() { return {make_entry<Config128<__nv_bfloat16>>()}; }
+std::vector<KernelEntry> entries_d128_bf16() { return make_entries<Config128, __nv_bfloat16>(); }
 
 }  // namespace flashmsa::bwd

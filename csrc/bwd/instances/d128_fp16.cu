@@ -2,6 +2,6 @@
 
 namespace flashmsa::bwd {
 
-std::vector<KernelEntry> entries_d128_fp16() { return {make_entry<Config128<__half>>()}; }
+std::vector<KernelEntry> entries_d128_fp16() { return make_entries<Config128, __half>(); }
 
 }  // namespace flashmsa::bwd

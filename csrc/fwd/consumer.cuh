@@ -260,7 +260,8 @@ struct Consumer {
 
   // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
   __device__ __forceinline__ void mask_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
-    if constexpr (kScattered<Mask>) return attn::apply_groups(x.s, rows.keys, shared.key_groups.of(block.detail), thread());
+    if constexpr (kScattered<Mask>)
+      return attn::apply_groups(x.s, rows.keys, shared.key_groups.of(block.detail), thread());
     const int32_t first_key = block.first_key;
     const int32_t end_key = first_key + Config::kBlockKv;
     const mask::Interval keys[2] = {mask::main_run(rows.keys[0]), mask::main_run(rows.keys[1])};
@@ -390,7 +391,9 @@ struct Consumer {
     if constexpr (!Score::kPlain) modify_scores(x, block, rows);
     if (step < partial) mask_scores(x, block, rows);
     first_block(x, y, kept);
-    if constexpr (kPaged<Mask>) clear_unused(block);
+    if constexpr (kPaged<Mask>) {
+      if (step < partial) clear_unused(block);
+    }
     ++step;
 #pragma unroll 1
     for (; step < partial; ++step) next_block<true>(x, y, block_of(step), rows);

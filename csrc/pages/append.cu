@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
 // Whether `count` elements can be moved together everywhere.
 bool vectors_fit(const AppendParams& p, int32_t count, int32_t element_bytes) {
   int64_t strides = int64_t{p.head_dim} | p.head_dim_v;
-  for (const PoolRef* pool : {&p.k_pages, &p.v_pages}) strides |= pool->stride_page | pool->stride_slot | pool->stride_head;
+  for (const PoolRef* pool : {&p.k_pages, &p.v_pages})
+    strides |= pool->stride_page | pool->stride_slot | pool->stride_head;
   for (const TensorRef* t : {&p.k_new, &p.v_new}) strides |= t->stride_batch | t->stride_head | t->stride_seq;
   if (p.rope_cos != nullptr) strides |= p.rope_interleaved ? p.rotary_dim : p.rotary_dim / 2;
   uintptr_t addresses = 0;

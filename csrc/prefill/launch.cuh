@@ -40,7 +40,8 @@ struct Workspace {
       return begin;
     };
     take(sizeof(Counters));
-    plan = take(most_row_blocks<Mask, Config>(p) * static_cast<int64_t>(sizeof(sched::PlanEntry<Mask>)));
+    plan =
+        take(most_row_blocks<Mask, Config>(p) * static_cast<int64_t>(sizeof(sched::PlanEntry<Mask>) + sizeof(Ranked)));
     first_block = take(p.cu_seqlens_q != nullptr ? int64_t{4} * (p.batch + 2) : 0);
     const int64_t lists = Mask::kScattered ? int64_t{p.batch} * p.query_blocks : 0;
     counts = take(lists * 4);
@@ -66,7 +67,9 @@ PagedMaskParams make_mask(const PagedParams& p, char* workspace) {
   mask.block_table_stride = p.block_table_stride;
   mask.num_pages = p.num_pages;
   mask.page_size = p.page_size;
-  mask.piece_log2 = 31 - __builtin_clz(piece_rows(p.page_size, Config::kBlockKv));
+  const int32_t piece = piece_rows(p.page_size, Config::kBlockKv);
+  mask.piece_log2 = 31 - __builtin_clz(piece);
+  mask.by_page_size = Divisor::of(p.page_size);
   mask.k_pages = p.k_pages;
   mask.v_pages = p.v_pages;
   mask.k_steps = pool_view(p.k_pages, p)->steps;
@@ -150,11 +153,11 @@ void launch(const PagedParams& p, void* workspace_address, int32_t num_sms, cuda
   const fwd::KernelParams<Mask> params = make_params<Mask, Config>(p, workspace);
   const Workspace<Mask, Config> parts(p);
   if constexpr (Mask::kScattered) launch_sort_pages(params.mask, p.query_pages, p.pages_per_block, stream);
-  launch_plan<Mask>({params.mask, row_blocks<Mask, Config>(p), Config::kBlockKv, params.order.row_blocks,
-                     reinterpret_cast<Counters*>(workspace),
-                     reinterpret_cast<sched::PlanEntry<Mask>*>(workspace + parts.plan),
-                     reinterpret_cast<int32_t*>(workspace + parts.first_block)},
-                    stream);
+  launch_plan<Mask>(
+      {params.mask, row_blocks<Mask, Config>(p), Config::kBlockKv, params.order.row_blocks,
+       reinterpret_cast<Counters*>(workspace), reinterpret_cast<sched::PlanEntry<Mask>*>(workspace + parts.plan),
+       reinterpret_cast<int32_t*>(workspace + parts.first_block)},
+      stream);
 
   const auto kernel = paged_attention_kernel<Mask, Config>;
   constexpr size_t kSharedBytes = sizeof(fwd::Shared<Mask, Config>);

@@ -26,11 +26,26 @@ using mask::TwoRunTiles;
 // slot and head share a dimension.
 struct PoolSteps {
   int32_t eights;  // of a page, in the fourth dimension
-  int32_t heads;   // of a page, in the fifth
-  int32_t head;    // of a head, in the fifth
+  int32_t heads;  // of a page, in the fifth
+  int32_t head;  // of a head, in the fifth
 };
 
-// A page of a list: its number in the sequence and in the pool.
+// Division of numbers below 2^31 by one of at least 2.
+struct Divisor {
+  uint32_t multiplier;
+  int32_t shift;
+
+  static Divisor of(int32_t divisor) {
+    int32_t bits = 1;
+    while ((int64_t{1} << bits) < divisor) ++bits;
+    return {static_cast<uint32_t>(((int64_t{1} << (31 + bits)) + divisor - 1) / divisor), bits - 1};
+  }
+  FLASHMSA_HD int32_t divide(int32_t x) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(x) * multiplier >> 32) >> shift;
+  }
+};
+
+// A page of a list: its number in the sequence and, as the table has it, in the pool.
 struct alignas(8) ListedPage {
   int32_t logical, page;
 };
@@ -38,20 +53,21 @@ struct alignas(8) ListedPage {
 // query_pages sorted, once each, those in use.
 struct PageLists {
   const ListedPage* pages;  // (batch, query_blocks, capacity)
-  const int32_t* counts;    // (batch, query_blocks)
+  const int32_t* counts;  // (batch, query_blocks)
   int32_t query_block, query_blocks, capacity;
 };
 
 struct PagedMaskParams {
   BandArgs band;
   bool bounded, two_runs;
-  const int32_t* kv_lens;       // null: max_len
+  const int32_t* kv_lens;  // null: max_len
   const int32_t* cu_seqlens_q;  // null: padded
   int32_t batch, len_q, total_q;
   int32_t max_len;  // max_pages * page_size; 0 without pages
   const int32_t* block_table;  // null: page b is sequence b
   int64_t block_table_stride;
   int32_t num_pages, page_size;
+  Divisor by_page_size;
   int32_t piece_log2;  // rows of a tile that lie on one page and come by one box
   PoolRef k_pages, v_pages;
   PoolSteps k_steps, v_steps;
@@ -62,9 +78,12 @@ struct PagedMaskParams {
     return kv_lens == nullptr ? max_len : clamp(kv_lens[sequence], 0, max_len);
   }
   // NOTE: of pages in use alone.
+  FLASHMSA_HD int32_t table_entry(int32_t sequence, int32_t logical) const {
+    return block_table == nullptr ? sequence : block_table[sequence * block_table_stride + logical];
+  }
+  FLASHMSA_HD int32_t clamp_page(int32_t page) const { return clamp(page, 0, num_pages - 1); }
   FLASHMSA_HD int32_t page(int32_t sequence, int32_t logical) const {
-    const int32_t page = block_table == nullptr ? sequence : block_table[sequence * block_table_stride + logical];
-    return clamp(page, 0, num_pages - 1);
+    return clamp_page(table_entry(sequence, logical));
   }
 };
 
@@ -88,9 +107,9 @@ template <bool kListed>
 struct ChosenPages {};
 template <>
 struct ChosenPages<true> {
-  int64_t first;       // the list's first entry
-  int32_t count;       // its entries
-  int32_t pad;         // pieces missing in front of the first tile
+  int64_t first;  // the list's first entry
+  int32_t count;  // its entries
+  int32_t pad;  // pieces missing in front of the first tile
   TwoRunTiles pieces;  // those that the rows meet, counted along the list
 };
 

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kListThreads)
   }
   count = min_of(count, p.lists.capacity);
   __syncthreads();
-  for (int32_t i = thread; i < count; i += kListThreads) sorted[i].page = p.page(sequence, sorted[i].logical);
+  for (int32_t i = thread; i < count; i += kListThreads) sorted[i].page = p.table_entry(sequence, sorted[i].logical);
   if (thread == 0) const_cast<int32_t*>(p.lists.counts)[blockIdx.x] = count;
 }
 
@@ -123,18 +123,20 @@ __device__ __forceinline__ sched::PlanEntry<Mask> make_entry(const PlanArgs<Mask
 }
 
 template <class Mask>
-__device__ __forceinline__ void add_spans(const PlanArgs<Mask>& args, sched::PlanEntry<Mask>& entry) {
-  const typename Mask::Tiles tiles = entry.tiles;
+__device__ __forceinline__ void write_spans(const PlanArgs<Mask>& args, const sched::PlanEntry<Mask>& entry,
+                                            sched::Span* spans) {
+  const typename Mask::Tiles& tiles = entry.tiles;
   const typename Mask::Block& block = entry.block;
+#pragma unroll 1
   for (int32_t part = 0; part * sched::kSpanRows < args.blocks.block_q; ++part) {
     const int32_t first = block.first_row + part * sched::kSpanRows;
     const int32_t last = min_of(first + sched::kSpanRows, block.end_row) - 1;
     if (first >= block.end_row) {
-      entry.spans[part] = {tiles.count(), 0, 0};
+      spans[part] = {tiles.count(), 0, 0};
     } else if constexpr (Mask::kScattered) {
-      entry.spans[part] = {0, tiles.count(), 0};
+      spans[part] = {0, tiles.count(), 0};
     } else {
-      entry.spans[part] = sched::span_of(tiles, Mask::run_tiles(args.mask, block, first, last, args.block_kv));
+      spans[part] = sched::span_of(tiles, Mask::run_tiles(args.mask, block, first, last, args.block_kv));
     }
   }
 }
@@ -187,13 +189,19 @@ __global__ void __launch_bounds__(sched::kPlanThreads) paged_plan_kernel(const _
   entries = min_of(entries, args.capacity);
   if (thread == 0) *args.counters = {0, entries};
   __syncthreads();
+  // PERF: an entry lies where it is made, and small ones are sorted.
   const auto make = [&](int32_t i) {
     const int32_t sequence = packed ? find_sequence(args.first_block, sequences, i) : i / per_sequence;
-    return make_entry(args, sequence, packed ? i - args.first_block[sequence] : i % per_sequence);
+    const sched::PlanEntry<Mask> entry =
+        make_entry(args, sequence, packed ? i - args.first_block[sequence] : i % per_sequence);
+    args.plan[i] = entry;
+    write_spans(args, entry, args.plan[i].spans);
+    return Ranked{i, {entry.tiles.count()}};
   };
   const int32_t max_tiles = ceil_div(p.max_len, args.block_kv);
-  sched::sort_entries(sort, entries, max_tiles, args.plan, make,
-                      [&](sched::PlanEntry<Mask>& entry) { add_spans(args, entry); });
+  const auto again = [&](int32_t i) { return Ranked{i, {args.plan[i].tiles.count()}}; };
+  sched::sort_entries(sort, entries, max_tiles, reinterpret_cast<Ranked*>(args.plan + args.capacity), make, again,
+                      [](Ranked&) {});
 }
 
 }  // namespace

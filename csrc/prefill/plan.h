@@ -27,8 +27,17 @@ struct RowBlocks {
 
 // Device memory of one call, at the front of the workspace.
 struct Counters {
-  int32_t next_tile;   // handed out beyond the grid's first
+  int32_t next_tile;  // handed out beyond the grid's first
   int32_t row_blocks;  // in the plan
+};
+
+// An entry of the plan by rank: longest first.
+struct Ranked {
+  int32_t entry;
+  struct {
+    int32_t n;
+    FLASHMSA_HD int32_t count() const { return n; }
+  } tiles;
 };
 
 template <class Mask>
@@ -38,8 +47,8 @@ struct PlanArgs {
   int32_t block_kv;
   int32_t capacity;  // entries that the plan has room for
   Counters* counters;
-  sched::PlanEntry<Mask>* plan;
-  int32_t* first_block;  // packed: (batch + 3), row blocks before each sequence
+  sched::PlanEntry<Mask>* plan;  // in the order of sequences and rows; behind its last place, Ranked ones as many
+  int32_t* first_block;  // packed: (batch + 2), row blocks before each sequence
 };
 
 // Launches a kernel that the attention kernel may overtake (programmatic dependent launch).

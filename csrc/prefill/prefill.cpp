@@ -57,7 +57,8 @@ const KernelEntry* find(const PagedParams& p) {
 
 const KernelEntry& require(const PagedParams& params) {
   const KernelEntry* entry = find(params);
-  if (entry == nullptr) throw std::runtime_error("flashmsa: no prefill kernel was compiled for these pages and options");
+  if (entry == nullptr)
+    throw std::runtime_error("flashmsa: no prefill kernel was compiled for these pages and options");
   return *entry;
 }
 
@@ -110,7 +111,9 @@ const KernelInfo* find_kernel(const PagedParams& params) {
   return entry == nullptr ? nullptr : &entry->info;
 }
 
-size_t workspace_size(const PagedParams& params, int32_t /*num_sms*/) { return require(params).workspace_bytes(params); }
+size_t workspace_size(const PagedParams& params, int32_t /*num_sms*/) {
+  return require(params).workspace_bytes(params);
+}
 
 void paged_prefill(const PagedParams& params, void* workspace, int32_t num_sms, void* stream) {
   require(params).launch(params, workspace, num_sms, static_cast<cudaStream_t>(stream));

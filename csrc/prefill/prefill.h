@@ -12,14 +12,14 @@ namespace flashmsa::prefill {
 
 // Facts about one compiled kernel, for explain() and `python -m flashmsa info`.
 struct KernelInfo {
-  std::string name;         // e.g. "prefill_d128_bf16", "prefill_pages_d128_bf16" (query_pages)
+  std::string name;  // e.g. "prefill_d128_bf16", "prefill_pages_d128_bf16" (query_pages)
   bool query_pages;
   DType dtype;
   int32_t head_dim_bucket;  // serves head_dim and head_dim_v up to this
-  int32_t block_q;          // rows of a tile
-  int32_t block_kv;         // keys of a tile
+  int32_t block_q;  // rows of a tile
+  int32_t block_kv;  // keys of a tile
   int32_t threads;
-  int32_t shared_memory;    // bytes
+  int32_t shared_memory;  // bytes
 };
 
 std::vector<KernelInfo> kernels();

@@ -36,14 +36,15 @@ struct PlanSort {
 
 // Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. A thread keeps its first entry
 // where it has the registers, and makes the others again rather than store them. Which of two equal blocks comes first is
-// left to the atomics: no result depends on it. `make` gives entry i, `finish` what is added where it lies.
+// left to the atomics: no result depends on it. `make` gives entry i, `again` does for whoever did not keep it, `finish` adds
+// to it where it lies.
 // SYNC: sort.bucket_start is zero, and a block barrier has said so.
-template <class Entry, class Make, class Finish>
+template <class Entry, class Make, class Again, class Finish>
 __device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, int32_t max_tiles, Entry* plan,
-                                             const Make& make, const Finish& finish) {
+                                             const Make& make, const Again& again, const Finish& finish) {
   static_assert(kPlanBuckets == kPlanThreads, "one thread scans one bucket");
-  int32_t(&bucket_start)[kPlanBuckets] = sort.bucket_start;
-  int32_t(&warp_sums)[kPlanThreads / 32] = sort.warp_sums;
+  int32_t (&bucket_start)[kPlanBuckets] = sort.bucket_start;
+  int32_t (&warp_sums)[kPlanThreads / 32] = sort.warp_sums;
   const int32_t thread = threadIdx.x;
   const int32_t shift = bucket_shift(max_tiles);
   const auto bucket_of = [&](const Entry& entry) {
@@ -54,13 +55,11 @@ __device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, in
   // 1. Histogram.
   constexpr bool kKeepsFirst = sizeof(Entry) <= 64;
   Entry first = {};
-  if (thread < entries) {
-    const Entry entry = make(thread);
+#pragma unroll 1
+  for (int32_t i = thread; i < entries; i += kPlanThreads) {
+    const Entry entry = make(i);
     atomicAdd(&bucket_start[bucket_of(entry)], 1);
-    if constexpr (kKeepsFirst) first = entry;
-  }
-  for (int32_t i = thread + kPlanThreads; i < entries; i += kPlanThreads) {
-    atomicAdd(&bucket_start[bucket_of(make(i))], 1);
+    if (kKeepsFirst && i == thread) first = entry;
   }
   __syncthreads();
 
@@ -82,7 +81,7 @@ __device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, in
 
   // 3. Scatter.
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
-    const Entry entry = kKeepsFirst && i == thread ? first : make(i);
+    const Entry entry = kKeepsFirst && i == thread ? first : again(i);
     const int32_t slot = atomicAdd(&bucket_start[bucket_of(entry)], 1);
     // Only offsets that another stream changes between the two passes could lead past the plan's end.
     if (slot >= entries) continue;
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     const int32_t batch = Mask::kListed ? slice / p.heads : index / p.row_blocks;
     return plan_row_block<Mask>(mask, batch, slice % p.heads, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
   };
-  sort_entries(sort, entries, p.max_tiles, plan, make_entry,
+  sort_entries(sort, entries, p.max_tiles, plan, make_entry, make_entry,
                [&](PlanEntry<Mask>& entry) { plan_spans(mask, entry, p.block_q, p.block_kv, p.len_q); });
 }
 

@@ -21,7 +21,7 @@ struct SwizzledTile {
   static constexpr int kColumns = kColumnsValue;
   static constexpr int kGroups = kColumns / kSwizzleColumns;
   static constexpr uint32_t kGroupBytes = kRows * kSwizzleRowBytes;  // from 64 columns to the next
-  static constexpr uint32_t kAtomBytes = kSwizzleAtomBytes;          // from 8 rows to the next
+  static constexpr uint32_t kAtomBytes = kSwizzleAtomBytes;  // from 8 rows to the next
   static constexpr uint32_t kBytes = kGroups * kGroupBytes;
   static_assert(kColumns % kSwizzleColumns == 0 && kRows % 8 == 0);
 

@@ -45,9 +45,7 @@ struct MnMajor {
     return make_descriptor(shared_address, Tile::kGroupBytes, Tile::kAtomBytes);
   }
   // To rows [16 * k, 16 * k + 16).
-  static __device__ __forceinline__ constexpr uint64_t step(int k) {
-    return descriptor_step(k * 2 * Tile::kAtomBytes);
-  }
+  static __device__ __forceinline__ constexpr uint64_t step(int k) { return descriptor_step(k * 2 * Tile::kAtomBytes); }
 };
 
 // ---- Ordering -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,6 @@
 
 namespace flashmsa::prefill {
 
-std::vector<KernelEntry> entries_d64_bf16() { return make_entries<fwd::ListConfig64<__nv_bfloat16>>(); }
+std::vector<KernelEntry> entries_d64_bf16() { return make_entries<fwd::PageConfig64<__nv_bfloat16>>(); }
 
 }  // namespace flashmsa::prefill

@@ -2,6 +2,6 @@
 
 namespace flashmsa::prefill {
 
-std::vector<KernelEntry> entries_d64_fp16() { return make_entries<fwd::ListConfig64<__half>>(); }
+std::vector<KernelEntry> entries_d64_fp16() { return make_entries<fwd::PageConfig64<__half>>(); }
 
 }  // namespace flashmsa::prefill

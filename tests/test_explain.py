@@ -392,6 +392,23 @@ def test_few_queries_under_other_masks_are_not() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_kernel_of_every_mask_with_dropout(family: str, softcap: float) -> None:
+    """Dropout is in kernels of composite masks and lists; where nothing else is asked for, and rows and keys are in the
+    caller's order, in a faster one."""
+    q, k, v = make(dtype=torch.bfloat16)
+    mask = mask_for(family, 2, 100, 130, heads=(4, 2)).build()
+    got = explain(q, k, v, mask, backend="sm90", softcap=softcap, dropout_p=0.1)
+    kernel = next(x for x in _C.kernels() if x["name"] == got.kernel)
+    kind = 0 if mask is None else mask._lower()[0]
+    assert kernel["mask"] == ("block_sparse" if kind == 6 else "composite") and kernel["dropout"]
+    assert kernel["general"] == (kind >= 4 or softcap > 0.0)
+    assert any("kernels of intersections" in note for note in got.notes) == (kind < 3)
+    assert got.full + got.partial > 0 or got.pairs == 0
+
+
+@needs_kernels
 @pytest.mark.parametrize("mask", [None, Causal(), Document([0, 50, 100])], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "dim_v"), [(8, 8), (64, 64), (72, 64), (192, 128), (64, 256)])

@@ -72,7 +72,8 @@ struct SequenceDraws {
   __device__ __forceinline__ uint32_t query(int32_t row) const {
     if constexpr (!kAnyOrder) return row;
     row = clamp(row, 0, params.len_q - 1);
-    if (params.q_order != nullptr) return params.q_order[batch * params.q_stride_batch + head * params.q_stride_head + row];
+    if (params.q_order != nullptr)
+      return params.q_order[batch * params.q_stride_batch + head * params.q_stride_head + row];
     return params.first_query + residue + row * params.token_step;
   }
   __device__ __forceinline__ uint32_t key(int32_t key) const {
@@ -108,7 +109,7 @@ struct KeptBits {
     return weights & mask;
   }
 
-  // Sets word `w` from its pairs in order, the even ones and the odd ones: a bit in either half.
+  // Makes a word of its pairs in order, the even ones and the odd ones: a bit in either half.
   struct Run {
     uint32_t even = 0, odd = 0;
     __device__ __forceinline__ void add(uint32_t even_pair, uint32_t odd_pair) {
@@ -127,14 +128,10 @@ __device__ __forceinline__ uint32_t kept_draws(const DropoutParams& params, uint
 // The caller's order: one call of the generator serves the 8 accumulators of a 16 x 16 block. row: this thread's first;
 // first_key: the tile's, a multiple of 16.
 template <int kCount>
-__device__ __forceinline__ KeptBits<kCount> draw_in_order(const DropoutParams& params, const Dropout& dropout, uint32_t row,
-                                                          int32_t first_key) {
+__device__ __forceinline__ KeptBits<kCount> draw_in_order(const DropoutParams& params, const Dropout& dropout,
+                                                          uint32_t row, int32_t first_key) {
   using Bits = KeptBits<kCount>;
-#ifdef KAT
-  constexpr int kAtOnce = KAT;
-#else
   constexpr int kAtOnce = kCount < 64 ? 1 : 2;
-#endif
   // NOTE: the counter of Dropout::draws, stepped from block to block.
   uint32_t rows = row / 16 * 8 + row % 8;
   uint32_t keys = static_cast<uint32_t>(first_key) / 16 * 4 + threadIdx.x % 4;

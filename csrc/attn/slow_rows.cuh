@@ -66,8 +66,8 @@ struct SlowRow {
   CapParams cap;  // Score::kSoftcap
   float alibi_slope;  // Score::kAlibi
   int32_t position;
-  // Score::kDropout
-  [[no_unique_address]] std::conditional_t<Score::kDropout, RowDraws<Score::kGeneral>, NoRowDraws> draws;
+  // Score::kDropout. NOTE: not [[no_unique_address]]: nvcc 13.0 then initialises what follows in the wrong places.
+  std::conditional_t<Score::kDropout, RowDraws<Score::kGeneral>, NoRowDraws> draws;
 
   float reference = kNegativeInfinity, sum = 0.0f;
   float o[8] = {};

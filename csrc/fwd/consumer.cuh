@@ -181,7 +181,7 @@ struct Consumer {
     int32_t position[Score::kAlibi ? 2 : 1];
     float slope;
     // Dropout in the caller's order
-    [[no_unique_address]] std::conditional_t<Score::kDropout && !Score::kGeneral, Dropout, attn::NoRowDraws> dropout;
+    std::conditional_t<Score::kDropout && !Score::kGeneral, Dropout, attn::NoRowDraws> dropout;
     int32_t first_row;  // this thread's
   };
 
@@ -324,8 +324,9 @@ struct Consumer {
     wait_k();  // 1
     if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
     issue_scores(x);
-    issue_output(y);
+    // PERF: before P V, whose issue takes as long as the tensor core needs to get to its last step: P is in registers.
     const Kept kept = draw(block, rows);
+    issue_output(y);
 
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(x.s);

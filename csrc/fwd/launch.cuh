@@ -82,6 +82,10 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.v_rows = p.v;
   params.out_rows = p.out;
   params.mask = Mask::make_params(p);
+  if constexpr (Mask::kKind == MaskKind::kComposite) {
+    // Dropout draws for tiles that begin at multiples of 16.
+    if (p.dropout_p > 0) params.mask.from_begin = false;
+  }
   params.order = grid.order;
   char* space = static_cast<char*>(workspace);
   params.tile_counter = grid.counter ? reinterpret_cast<int32_t*>(space) : nullptr;

@@ -106,9 +106,8 @@ struct Composite {
     params.global = make_bounds(global, 0, 0, p.len_q, 0, p.len_kv);
     params.has_local = bounded(params.local);
     params.two_runs = global.keep_first > 0 || params.local.keep_first > 0;
-    // NOTE: dropout draws for tiles that begin at multiples of 16.
     params.from_begin =
-        p.dropout_p <= 0 && !params.two_runs && !ends_move(global, p.len_q, p.len_kv) && !ends_move(params.local, kUnbounded, kUnbounded);
+        !params.two_runs && !ends_move(global, p.len_q, p.len_kv) && !ends_move(params.local, kUnbounded, kUnbounded);
     params.positions_local = m.positions_local;
     params.positions_top_left = m.positions_top_left || (m.kind == MaskKind::kCausal && m.top_left);
     params.position_offset = m.position_offset;

@@ -88,8 +88,8 @@ class Explanation:
 
     def _decode_line(self) -> str:
         return (
-            f"{self.kernel}: keys dealt out over all SMs in parts, head dims up to {self.head_dim_bucket}, {self.threads} "
-            f"threads, {self.shared_memory:,} bytes of shared memory"
+            f"{self.kernel}: keys dealt out over all SMs in parts, head dims up to {self.head_dim_bucket}, "
+            f"{self.threads} threads, {self.shared_memory:,} bytes of shared memory"
         )
 
     def _backward_line(self) -> str | None:

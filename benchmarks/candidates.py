@@ -12,20 +12,21 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.cache_cases import CacheCase
 from benchmarks.cases import BLOCK, SOFTCAP, Case
 
 Call = Callable[[], Any]
-Factory = Callable[[Case], Call]
+Factory = Callable[[Any], Call]  # of a Case, or of a CacheCase
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PEERS = ("cudnn", "flash", "fa4")
@@ -84,12 +85,33 @@ def _key(case: Case) -> tuple:
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of shape (B, H, S, D), random normal and the same for every candidate of a case."""
-    return _draw(*_key(case))
+    return _as_leaves(_draw(*_key(case)))
 
 
 def inputs_bshd(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same values, contiguous in (B, S, H, D)."""
-    return _draw_bshd(*_key(case))
+    return _as_leaves(_draw_bshd(*_key(case)))
+
+
+_recorded: list[torch.Tensor] | None = None
+
+
+@contextmanager
+def leaves() -> Iterator[list[torch.Tensor]]:
+    """Inside, inputs want gradients. What is yielded holds them, once a candidate has asked for its own."""
+    global _recorded
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
+
+
+def _as_leaves(drawn: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    if _recorded is None:
+        return drawn
+    _recorded[:] = [x.detach().requires_grad_() for x in drawn]
+    return tuple(_recorded)
 
 
 @lru_cache(maxsize=8)
@@ -130,14 +152,24 @@ def release() -> None:
     offsets.cache_clear()
 
 
-def canonical(case: Case, result: Any) -> torch.Tensor:
-    """A candidate's result as (B, H, S, D)."""
+class Gradients(NamedTuple):
+    """Of q, k and v, in the layout in which the candidate took them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def canonical(case: Case | CacheCase, result: Any) -> torch.Tensor:
+    """A candidate's result as (B, H, S, D); gradients of q, k and v as three of them."""
+    if isinstance(result, Gradients):
+        return torch.stack([canonical(case, x) for x in result])
     out = result[0] if isinstance(result, tuple | list) else result
     if out.dim() == 3:
         out = out.unsqueeze(0)
-    if tuple(out.shape[1:3]) == (case.length, case.heads):
+    expected = (case.batch, case.heads, case.rows, case.head_dim)
+    if tuple(out.shape) != expected and tuple(out.shape[1:3]) == (case.rows, case.heads):
         out = out.transpose(1, 2)
-    expected = (case.batch, case.heads, case.length, case.head_dim)
     if tuple(out.shape) != expected:
         raise ValueError(f"out: shape {tuple(out.shape)} is not (batch, heads, length, head_dim) = {expected}")
     return out
@@ -194,9 +226,9 @@ def _flashmsa(case: Case, **options: Any) -> Call:
     return lambda: flashmsa.attention(q, k, v, mask=mask, **options)
 
 
-def flashmsa_native(case: Case) -> Call:
+def flashmsa_native(case: Case, **options: Any) -> Call:
     """Our kernel itself."""
-    return _flashmsa(case, backend=_backend())
+    return _flashmsa(case, backend=_backend(), **options)
 
 
 def flashmsa_eager(case: Case) -> Call:

@@ -9,6 +9,8 @@ from itertools import pairwise
 
 import torch
 
+from benchmarks.cache_cases import CacheCase, log_uniform_lengths
+
 MASKS = (
     *("dense", "causal", "document", "document-causal", "window", "window-causal", "prefix", "dilated"),
     *("blocks", "blocks-causal", "hash", "hash-causal"),
@@ -109,6 +111,11 @@ class Case:
     def bounds(self) -> tuple[int, int]:
         """Keys to the left and to the right that a window lets a query see."""
         return self.width, 0 if self.is_causal else self.width
+
+    @property
+    def rows(self) -> int:
+        """Length of the result."""
+        return self.length
 
     @property
     def is_document(self) -> bool:
@@ -212,16 +219,25 @@ def _bucket_pairs(case: Case) -> list[int]:
 
 @dataclass(frozen=True)
 class Lane:
-    """One candidate on one case. extra_flops: work beside attention (a projection)."""
+    """One candidate on one case.
+
+    extra_flops: work beside attention (a projection).
+    work: floating-point operations over those of the forward pass.
+    share: bytes moved over those of the case.
+    checked: whether its result is that of the other lanes of the case.
+    """
 
     label: str
     candidate: str
-    case: Case
+    case: Case | CacheCase
     extra_flops: int = 0
+    work: float = 1.0
+    share: float = 1.0
+    checked: bool = True
 
     @property
     def flops(self) -> int:
-        return self.case.flops + self.extra_flops
+        return round(self.case.flops * self.work) + self.extra_flops
 
 
 @dataclass(frozen=True)
@@ -232,7 +248,8 @@ class Unit:
     name: str
     lanes: tuple[Lane, ...]
     quick: bool = False  # also part of a quick run
-    whole: str = ""  # label of the lane that says what ours costs where no tile is cut or skipped
+    whole: str = ""  # label of the lane that others are measured by: ours where no tile is cut, no page is small
+    graph: bool = False  # timed inside CUDA graphs, the L2 warm
 
 
 def document_offsets(tokens: int, documents: int, seed: int) -> tuple[int, ...]:
@@ -455,6 +472,147 @@ def table(candidates: list[str], shrink: int = 1) -> list[Unit]:
     return units
 
 
+BACKWARD = 2.5  # work of a backward pass
+BOTH_PASSES = 3.5
+BACKWARD_SHAPES = {64: (0, 1, 3), 128: (0, 1, 3), 256: (1, 3)}  # of SHAPES
+TRAINED_PEERS = ("cudnn", "flash", "fa4")
+
+
+def _backward_lanes(case: Case, names: Iterable[str]) -> list[Lane]:
+    return [Lane(name, f"{name}-backward", case, work=BACKWARD) for name in names]
+
+
+def backward(candidates: list[str], shrink: int = 1) -> list[Unit]:
+    """The backward pass alone over dense and causal cases and under masks; both passes with dropout and without."""
+    ours = ["flashmsa"] if "flashmsa" in candidates else []
+    peers = [name for name in candidates if name in TRAINED_PEERS]
+    units = []
+    for head_dim, chosen in BACKWARD_SHAPES.items():
+        for batch, length in (SHAPES[index] for index in chosen):
+            heads = max(1, HIDDEN // head_dim // shrink)
+            for mask in ("dense", "causal"):
+                case = Case(batch, heads, max(16, length // shrink), head_dim, mask)
+                own = _backward_lanes(case, ours)
+                own += [
+                    Lane(f"{name} deterministic", f"{name}-backward-deterministic", case, work=BACKWARD)
+                    for name in ours
+                ]
+                units.append(Unit("backward", case.name, tuple(own + _backward_lanes(case, peers)), is_quick(case)))
+    return units + _backward_masks(ours, peers, shrink) + _dropout_units(ours, peers, shrink)
+
+
+def _backward_masks(ours: list[str], peers: list[str], shrink: int) -> list[Unit]:
+    """Beside the dense case of the same length."""
+    heads = max(1, 16 // shrink)
+    long, plain = (Case(1, heads, length // shrink, 128) for length in (32768, 16384))
+    offsets = document_offsets(plain.length, DOCUMENTS, SEEDS[0])
+    documents = replace(plain, mask="document-causal", offsets=offsets, tag=f"seed{SEEDS[0]}")
+    window = replace(long, mask="window-causal", width=max(1, 4096 // shrink))
+    blocks = replace(plain, mask="blocks", draw=Draw(10, per_head=True))
+    units = []
+    for case, whole in ((documents, plain), (window, long), (blocks, plain)):
+        known = [name for name in peers if name in _peers(case, peers)]
+        own = _backward_lanes(case, ours) + _backward_lanes(case, known)
+        own += [Lane(f"{name} dense", f"{name}-backward", whole, work=BACKWARD) for name in ours]
+        units.append(Unit("backward", case.name, tuple(own), case is documents, "flashmsa dense"))
+    return units
+
+
+def _dropout_units(ours: list[str], peers: list[str], shrink: int) -> list[Unit]:
+    """Both passes. Results differ by their draws."""
+    units = []
+    for head_dim in (64, 128):
+        for mask in ("dense", "causal"):
+            heads, length = max(1, HIDDEN // head_dim // shrink), max(16, 4096 // shrink)
+            case = Case(4, heads, length, head_dim, mask, tag="dropout")
+            own = [Lane(f"{name} without", f"{name}-both", case, work=BOTH_PASSES) for name in ours]
+            known = [*ours, *(name for name in peers if name == "flash")]
+            own += [Lane(name, f"{name}-both-dropout", case, work=BOTH_PASSES, checked=False) for name in known]
+            units.append(Unit("backward", case.name, tuple(own), head_dim == 128, "flashmsa without"))
+    return units
+
+
+PAGES = (128, 64, 16, 8, 1)
+STREAMS = ((32, 8192, 32, 8), (128, 4096, 64, 8), (1, 131072, 32, 8), (16, 16384, 16, 1))  # batch, length, heads
+# By how many query heads a kv head has; half a gibibyte of K and V at least.
+RATIOS = {1: (8, 8192, 32, 32), 4: (32, 8192, 32, 8), 8: (32, 8192, 64, 8), 16: (128, 16384, 16, 1)}
+QUERIES = (1, 2, 4, 8)
+UNEVEN = (64, 128, 65536)  # sequences, their least and greatest length
+
+
+def _cache(batch: int, length: int, heads: int, heads_kv: int, shrink: int, **more: object) -> CacheCase:
+    """A dry run has few and short sequences; whole pages all the same, and as many query heads for a kv head."""
+    if shrink > 1:
+        heads, heads_kv = heads // heads_kv, 1
+        batch, length = min(batch, 2), max(256, length // shrink // 128 * 128)
+    return CacheCase(batch, heads, heads_kv, length, **more)
+
+
+def _read(case: CacheCase) -> Lane:
+    return Lane("plain read", "plain-read", case, checked=False)
+
+
+def _dense(case: CacheCase, label: str = "flashmsa dense") -> Lane:
+    return Lane(label, "flashmsa-cache-dense", case)
+
+
+def _paged(case: CacheCase, page: int) -> Lane:
+    return Lane(f"flashmsa page {page}", f"flashmsa-cache-page{page}", case)
+
+
+def decode(candidates: list[str], shrink: int = 1) -> list[Unit]:
+    """Caches: one query and several, pages of every size, uneven batches, chunks, gathering, chosen pages, latency."""
+    if "flashmsa" not in candidates:
+        return []
+    cudnn = "cudnn" in candidates
+    units = []
+
+    def add(case: CacheCase, own: list[Lane], whole: str = "", quick: bool = False, graph: bool = False) -> None:
+        units.append(Unit("decode", case.name, tuple(own), quick, whole, graph))
+
+    for index, shape in enumerate(STREAMS):
+        case = _cache(*shape, shrink, tag="pages")
+        own = [_read(case), _dense(case), *(_paged(case, page) for page in PAGES)]
+        own += [Lane("cudnn", "cudnn-cache", case)] if cudnn else []
+        add(case, own, "flashmsa page 128", index == 0)
+    for ratio, shape in RATIOS.items():
+        many = [_cache(*shape, shrink, len_q=len_q, tag="queries") for len_q in QUERIES]
+        own = [_dense(case, f"flashmsa q{case.len_q}") for case in many]
+        own += [Lane(f"flashmsa attention q{x.len_q}", "flashmsa-cache-attention", x) for x in many]
+        add(replace(many[0], tag=f"ratio{ratio}"), [_read(many[0]), *own])
+    units += _uneven(shrink)
+    chunk = _cache(1, 32768, 32, 8, shrink, len_q=max(16, 2048 // shrink), tag="chunk")
+    attention = Lane("flashmsa dense", "flashmsa-cache-attention", chunk)
+    add(chunk, [attention, _paged(chunk, 64), _paged(chunk, 16)], attention.label, True)
+    copied = _cache(32, 8192, 32, 8, shrink, tag="gather")
+    moves = [("copy", "copy"), *((f"flashmsa gather page {page}", f"flashmsa-gather-page{page}") for page in (64, 16))]
+    add(copied, [Lane(label, name, copied, share=2.0, checked=False) for label, name in moves], "copy")
+    some = _cache(32, 8192, 32, 8, shrink, tag="chosen")
+    quarter = Lane("flashmsa 25 % of the pages", "flashmsa-cache-quarter", some, share=0.25, checked=False)
+    add(some, [_read(some), _paged(some, 64), quarter], "flashmsa page 64")
+    for length in (1024, 4096):
+        case = _cache(1, length, 32, 8, shrink, tag=f"latency{length}")
+        asked = Lane("flashmsa attention", "flashmsa-cache-attention", case)
+        own = [_dense(case), asked, _paged(case, 64), *([Lane("cudnn", "cudnn-cache", case)] if cudnn else [])]
+        add(case, own, graph=True, quick=True)
+    return units
+
+
+def _uneven(shrink: int) -> list[Unit]:
+    """Sequences of very different lengths beside as many of one length, the same bytes in all."""
+    count, least, greatest = UNEVEN
+    if shrink > 1:
+        count, least, greatest = 4, 16, 512
+    lengths = log_uniform_lengths(count, least, greatest, SEEDS[0])
+    heads = (32, 8) if shrink == 1 else (4, 1)
+    case = CacheCase(count, *heads, greatest, lengths=lengths, tag="uneven")
+    total = sum(lengths)
+    same = tuple(total // count + (b < total % count) for b in range(count))
+    even = CacheCase(count, *heads, max(same), lengths=same, tag="even")
+    own = (_read(case), _paged(case, 128), replace(_paged(even, 128), label="flashmsa even"))
+    return [Unit("decode", case.name, own, False, "flashmsa even")]
+
+
 GROUPS: dict[str, Callable[..., list[Unit]]] = {
     "forward": forward,
     "documents": documents,
@@ -466,11 +624,13 @@ GROUPS: dict[str, Callable[..., list[Unit]]] = {
     "host": host,
     "dtype": dtype,
     "table": table,
+    "backward": backward,
+    "decode": decode,
 }
 DEFAULT_GROUPS = ("forward", "documents", "one-document", "host")
 
 
-def find_case(name: str) -> Case:
+def find_case(name: str) -> Case | CacheCase:
     """The case of that name in any group; ValueError lists what is near."""
     known = {
         lane.case.name: lane.case for build in GROUPS.values() for unit in build(["flashmsa"]) for lane in unit.lanes

@@ -15,6 +15,7 @@ from benchmarks.timing import Launches, Steady, spread
 SCHEMA = 1
 OURS = "flashmsa"
 BASELINE = "cudnn"
+PLAIN_READ = "plain read"
 
 # Keys that every result file has, and what a lane may carry.
 RESULT_KEYS = (
@@ -150,6 +151,30 @@ def add_option_costs(unit: dict[str, Any]) -> None:
             lane["slower"] = lane["ms"]["median"] / base["ms"]["median"] - 1
 
 
+def add_backward_figures(unit: dict[str, Any], own: str, whole: str) -> None:
+    """of_peer and of_whole as for masks; slower: by how much more time than our first lane another of ours takes."""
+    add_mask_figures(unit, own, whole)
+    ours = [lane for lane in unit["lanes"].values() if is_own_case(lane, own) and is_ours(lane)]
+    for lane in ours[1:]:
+        lane["slower"] = lane["ms"]["median"] / ours[0]["ms"]["median"] - 1
+
+
+def add_cache_figures(unit: dict[str, Any], lanes: Iterable[Lane], whole: str) -> None:
+    """gbs: bytes that a lane has to move over its time; of_read: over the plain read's; of_base, time_of_base: rate and
+    time over those of the lane called `whole`."""
+    measured = unit["lanes"]
+    for lane in lanes:
+        if lane.label in measured:
+            figures = measured[lane.label]
+            figures["gbs"] = lane.case.bytes * lane.share / (figures["ms"]["median"] * 1e6)
+    read, base = measured.get(PLAIN_READ), measured.get(whole)
+    unit["derived"] |= {"case": unit["name"], "whole": whole if base else None}
+    for figures in measured.values():
+        figures["of_read"] = figures["gbs"] / read["gbs"] if read else None
+        figures["of_base"] = figures["gbs"] / base["gbs"] if base else None
+        figures["time_of_base"] = figures["ms"]["median"] / base["ms"]["median"] if base else None
+
+
 def add_host_ratio(unit: dict[str, Any]) -> None:
     ours, sdpa = unit["lanes"].get("flashmsa-eager"), unit["lanes"].get("sdpa")
     unit["derived"]["of_sdpa"] = ours["us"]["median"] / sdpa["us"]["median"] if ours and sdpa else None
@@ -226,11 +251,54 @@ def summarise(units: list[dict]) -> dict[str, Any]:
             for u in units
             if u["group"] == "options"
         },
+        "backward": _backward_summary(units),
+        "decode": {u["name"]: _cache_summary(u) for u in units if u["group"] == "decode"},
         "construction_us": {
             u["name"]: {label: lane["us"]["median"] for label, lane in u["lanes"].items()}
             for u in units
             if u["group"] == "construction"
         },
+    }
+
+
+def _backward_summary(units: list[dict]) -> dict[str, Any] | None:
+    """Over the best peer, of dense and causal cases by head dim; d256 over d128; what else a unit is judged by."""
+    units = [unit for unit in units if unit["group"] == "backward" and OURS in unit["lanes"]]
+    if not units:
+        return None
+    grid = {unit["name"]: unit["lanes"][OURS] for unit in units if unit["derived"]["whole"] is None}
+    of_peer = {name: lane["of_peer"] for name, lane in grid.items() if lane["of_peer"]}
+    dims = sorted({lane["case"]["head_dim"] for lane in grid.values()})
+    rates = {dim: {_shape_of(x): x["tflops"] for x in grid.values() if x["case"]["head_dim"] == dim} for dim in dims}
+    wide = [rate / rates[128][shape] for shape, rate in rates.get(256, {}).items() if shape in rates.get(128, {})]
+    slower = [lane["slower"] for u in units for label, lane in u["lanes"].items() if label.endswith("deterministic")]
+    worst = min(of_peer, key=of_peer.__getitem__, default=None)
+    return {
+        "of_peer": {
+            str(dim): geometric_mean(of_peer[name] for name in of_peer if grid[name]["case"]["head_dim"] == dim)
+            for dim in dims
+        },
+        "minimum": of_peer.get(worst),
+        "minimum_case": worst,
+        "d256_of_d128": geometric_mean(wide),
+        "deterministic_slower": max(slower, default=None),
+        "others": {
+            u["name"]: {key: u["lanes"][OURS].get(key) for key in ("of_peer", "of_whole", "slower")}
+            for u in units
+            if u["derived"]["whole"] is not None
+        },
+    }
+
+
+def _shape_of(lane: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(lane["case"][key] for key in ("batch", "length", "mask"))
+
+
+def _cache_summary(unit: dict[str, Any]) -> dict[str, Any]:
+    figures = ("gbs", "of_read", "of_base", "time_of_base")
+    return {
+        label: {"us": lane["ms"]["median"] * 1e3, **{key: lane[key] for key in figures}}
+        for label, lane in unit["lanes"].items()
     }
 
 
@@ -400,6 +468,38 @@ def _option_table(units: list[dict]) -> str:
     return table(["case and candidate", "TFLOP/s", "ms", "slower"], rows)
 
 
+def _backward_table(units: list[dict]) -> str:
+    """A row for each of our lanes on a unit's own case."""
+    peers = list(dict.fromkeys(x for u in units for x, lane in u["lanes"].items() if not is_ours(lane)))
+    header = ["case", "lane", "TFLOP/s", "ms", "util", *peers, "of peer", "whole", "of whole", "slower"]
+    rows = []
+    for unit in units:
+        lanes, derived = unit["lanes"], unit["derived"]
+        whole = lanes.get(derived["whole"], {})
+        rates = [number(lanes.get(name, {}).get("tflops")) for name in peers]
+        for label, lane in lanes.items():
+            if not (is_ours(lane) and is_own_case(lane, derived["case"])):
+                continue
+            slower = "-" if "slower" not in lane else f"{100 * lane['slower']:+.1f}%"
+            figures = [label, _rate(lane), number(lane["ms"]["median"], ".3f"), number(lane["utilisation"], ".3f")]
+            figures += [*rates, number(lane["of_peer"], ".2f"), number(whole.get("tflops"))]
+            rows.append([unit["name"], *figures, number(lane["of_whole"], ".3f"), slower])
+    return table(header, rows)
+
+
+def _cache_table(units: list[dict]) -> str:
+    rows = []
+    for unit in units:
+        for label, lane in unit["lanes"].items():
+            ms, tflops = lane["ms"], number(lane["tflops"]) if lane["tflops"] > 100 else "-"
+            half = 50 * (ms["p90"] - ms["p10"]) / ms["median"]
+            figures = [f"{ms['median'] * 1e3:.1f} ±{half:.0f}%", number(lane["gbs"]), tflops]
+            figures += [number(lane["of_read"], ".3f"), number(lane["of_base"], ".3f")]
+            base = unit["derived"]["whole"] or "-"
+            rows.append([f"{unit['name']}  {label}", *figures, number(lane["time_of_base"], ".3f"), base])
+    return table(["case and candidate", "us", "GB/s", "TFLOP/s", "of read", "of base", "time of base", "base"], rows)
+
+
 def _construction_table(units: list[dict]) -> str:
     labels = _labels(units)
     rows = []
@@ -434,6 +534,12 @@ _TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
         _mask_table,
     ),
     "options": ("options: time beside the same call without", _option_table),
+    "backward": (
+        "backward: TFLOP/s over allowed pairs, of 2.5 times the forward pass's operations (both passes: 3.5 times); "
+        "of peer: over the fastest; slower: than our first lane",
+        _backward_table,
+    ),
+    "decode": ("caches: bytes of K and V once over the time; base: the lane that others are measured by", _cache_table),
     "construction": (
         "making a mask: microseconds, median (p90); made: events around the Python call on an idle device",
         _construction_table,
@@ -466,11 +572,23 @@ def _summary_lines(data: dict[str, Any]) -> list[str]:
                 f"{text}: {found['geometric_mean']:.3f}, from {found['minimum']:.3f} ({found['minimum_case']}) "
                 f"to {found['maximum']:.3f} ({found['maximum_case']})"
             )
+    if summary.get("backward"):
+        lines += _backward_lines(summary["backward"])
     slower = [
         f"{row['case']} ({row['best']} {row['time_ratio']:.2f})" for row in summary["small"] if row["time_ratio"] > 1
     ]
     lines += [f"short, SDPA faster (time ratio): {', '.join(slower) or 'nowhere'}"] if summary["small"] else []
     return lines
+
+
+def _backward_lines(summary: dict[str, Any]) -> list[str]:
+    dims = ", ".join(f"d{dim} {number(mean, '.3f')}" for dim, mean in summary["of_peer"].items())
+    slower = summary["deterministic_slower"]
+    return [
+        f"backward / best peer: geometric means {dims}; minimum {number(summary['minimum'], '.3f')} at "
+        f"{summary['minimum_case']}; d256 / d128 {number(summary['d256_of_d128'], '.3f')}; deterministic at most "
+        f"{'-' if slower is None else format(100 * slower, '.1f')} % slower"
+    ]
 
 
 def _skipped_lines(units: list[dict]) -> list[str]:

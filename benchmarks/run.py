@@ -5,6 +5,7 @@
     python benchmarks/run.py --group forward --quick fewer cases and launches
     python benchmarks/run.py --group masks,options,construction
                                                      every other mask, softcap, ALiBi and sinks, the making of masks
+    python benchmarks/run.py --group backward,decode  the backward pass; caches: dense, in pages, uneven, gathered
     python benchmarks/run.py --group masks --peers cudnn,flash,fa4,flex,flex-fa4
                                                      with FlexAttention, by Triton and by flash-attn-4's kernel
     FLASHMSA_FA4_SITE=PATHS python benchmarks/run.py flash-attn-4 from where its wheels were unpacked
@@ -33,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks import candidates, cases, ncu, report, timing
+from benchmarks import cache_candidates, candidates, cases, gradient_candidates, ncu, report, timing  # noqa: F401
 from benchmarks.cases import Case, Lane, Unit
 from benchmarks.device import CudaDevice, HostDevice, environment, open_nvml
 
@@ -127,7 +128,7 @@ def prepare(unit: Unit) -> tuple[dict[str, timing.Call], dict[str, str], dict[st
         except candidates.Unavailable as error:
             skipped[lane.label] = str(error)
             continue
-        if not lane.extra_flops and unit.group != "construction":
+        if lane.checked and not lane.extra_flops and unit.group != "construction":
             outputs[lane.label] = candidates.canonical(lane.case, result)
     return calls, skipped, differences(unit, outputs)
 
@@ -161,7 +162,7 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
         return record
     times = (
         timing.replayed(device, calls, launches)
-        if unit.group == "small"
+        if unit.group == "small" or unit.graph
         else timing.interleaved(device, calls, launches)
     )
     for label, lane in lanes.items():
@@ -177,6 +178,11 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
         add_visited_share(record, unit.lanes[0])
     if unit.group == "options":
         report.add_option_costs(record)
+    if unit.group == "backward":
+        report.add_backward_figures(record, unit.lanes[0].case.name, unit.whole)
+    if unit.group == "decode":
+        report.add_cache_figures(record, unit.lanes, unit.whole)
+        cache_candidates.release()
     if unit.name in args.steady.split(",") and unit.group in STEADY_GROUPS:
         add_steady(record, lanes, calls, device, nvml, args)
     return record

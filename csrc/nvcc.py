@@ -15,7 +15,7 @@ from pathlib import Path
 
 # "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...", one code per cause.
 SERIALISED = {f"C{code}" for code in (7507, 7508, 7510, 7511, 7512, 7514, 7515, 7517, 7519, 7520)}
-NO_STACK = "attention"  # kernels with this in their name may not have a stack frame
+NO_STACK = ("attention", "paged_decode")  # kernels with one of these in their name may not have a stack frame
 
 _FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function) '?([\w$.]+)'?")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -43,7 +43,7 @@ def faults(log: str) -> list[str]:
         frame, stores, loads = map(int, stack.groups())
         if stores or loads:
             found.append(f"{function}: spills registers, {stores} bytes stored and {loads} loaded")
-        elif frame and NO_STACK in function:
+        elif frame and any(name in function for name in NO_STACK):
             found.append(f"{function}: {frame} bytes of local memory")
     return found
 

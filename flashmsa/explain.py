@@ -13,7 +13,8 @@ from . import _C, torch_backend
 from .checks import check_arguments, check_gaps, check_tensor
 from .dispatch import BACKENDS, SDPA_BELOW, Wanted, build_reason, choose, dtype_name, gap_reason, reject
 from .masks import Mask, has_values, lower
-from .masks.base import CAUSAL, DENSE, DILATED, DOCUMENT, HASH
+from .masks.base import CAUSAL, COMPOSITE, DENSE, DILATED, DOCUMENT, HASH
+from .masks.intersection import COMPOSITE_FLAGS, DOCUMENTS, TOP_LEFT
 from .ops import autocast, check_backend, wanted_of, wants_gradient
 
 _CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
@@ -33,11 +34,13 @@ class Explanation:
     call: str  # the arguments in short
     kernel: str | None  # the compiled kernel's name
     head_dim_bucket: int | None  # head_dim and head_dim_v are padded to this inside the kernel
-    tile: tuple[int, int] | None  # (query rows, keys)
+    tile: tuple[int, int] | None  # (query rows, keys); None too where parts of the keys are dealt out instead
     stages: int | None  # tiles of K, and of V, in flight
     threads: int | None  # per thread block
     registers: tuple[int, int] | None  # per thread: (producer warp, consumer warps)
     shared_memory: int | None  # bytes per thread block
+    backward_kernel: str | None  # the compiled kernel of the gradients, where some are wanted
+    backward_tile: tuple[int, int] | None
     full: int | None  # tiles without a mask test, over all batches and heads
     partial: int | None  # tiles with one
     skipped: int | None  # tiles that are never visited
@@ -59,6 +62,7 @@ class Explanation:
             ("backend", f"{self.backend}: {self.reason}" if self.runs else f"{self.backend} cannot run: {self.reason}"),
             *((f"not {path}", why) for path, why in self.rejected.items()),
             ("kernel", self._kernel_line()),
+            ("backward", self._backward_line()),
             ("tiles", self._tiles_line()),
             ("work", None if self.flops is None else f"{_short(self.flops)}FLOP useful, {self.pairs:,} allowed pairs"),
             *(("note", note) for note in self.notes),
@@ -71,7 +75,7 @@ class Explanation:
 
     def _kernel_line(self) -> str | None:
         if self.tile is None:
-            return None
+            return None if self.kernel is None else self._decode_line()
         rows, keys = self.tile
         if self.kernel is None:
             return f"tiles of {rows} rows x {keys} keys"
@@ -81,6 +85,18 @@ class Explanation:
             f"stages, {self.threads} threads, registers {producer} (producer) / {consumer} (consumer), "
             f"{self.shared_memory:,} bytes of shared memory"
         )
+
+    def _decode_line(self) -> str:
+        return (
+            f"{self.kernel}: keys dealt out over all SMs in parts, head dims up to {self.head_dim_bucket}, "
+            f"{self.threads} threads, {self.shared_memory:,} bytes of shared memory"
+        )
+
+    def _backward_line(self) -> str | None:
+        if self.backward_kernel is None:
+            return None
+        rows, keys = self.backward_tile
+        return f"{self.backward_kernel}: tiles of {rows} rows x {keys} keys"
 
     def _tiles_line(self) -> str | None:
         if self.full is None:
@@ -141,30 +157,38 @@ def explain(
         gap = gap_reason(chosen, q.dtype, wanted)
         if gap is not None:
             notes.append(f"nor could {chosen} run it elsewhere: {gap}")
-    kernel = _kernel(q, v, wanted) if chosen == "sm90" else None
-    if chosen == "sm90" and kernel is None and build_reason() is not None:
+    decode = _decode_kernel(q, k, v, mask, wanted) if chosen == "sm90" else None
+    kernel = _kernel(q, v, wanted) if chosen == "sm90" and decode is None else None
+    backward = _kernel(q, v, wanted, backward=True) if chosen == "sm90" and wanted.backward else None
+    if chosen == "sm90" and kernel is None and decode is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")
     tile = _tile(chosen, kernel, q, k)
     # Where no tiles are walked any size does, for the pairs alone.
-    counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile)
+    drops = kernel is not None and wanted.dropout
+    counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile, drops)
     if counts is None:
         notes.append("the mask's tensors hold no values, on the meta device or in a trace: its tiles are not known")
     notes += _how_it_runs(chosen, q, mask, wanted, kernel)
+    if decode is not None:
+        notes.append("few queries against many keys: all query heads of a kv head share each key, read once")
     walks_tiles = counts is not None and tile is not None and chosen != "torch"
     registers = None if kernel is None else (kernel["registers_producer"], kernel["registers_consumer"])
+    runs_by = decode or kernel or {}
     return Explanation(
         backend=chosen,
         runs=rejection is None,
         reason=reason,
         rejected=rejected,
-        call=_describe_call(q, k, v, mask, softcap, sinks, alibi_slopes),
-        kernel=None if kernel is None else kernel["name"],
-        head_dim_bucket=None if kernel is None else kernel["head_dim_bucket"],
+        call=_describe_call(q, k, v, mask, softcap, sinks, alibi_slopes, dropout_p),
+        kernel=runs_by.get("name"),
+        head_dim_bucket=runs_by.get("head_dim_bucket"),
         tile=tile,
         stages=None if kernel is None else kernel["stages"],
-        threads=None if kernel is None else kernel["threads"],
+        threads=runs_by.get("threads"),
         registers=registers,
-        shared_memory=None if kernel is None else kernel["shared_memory"],
+        shared_memory=runs_by.get("shared_memory"),
+        backward_kernel=None if backward is None else backward["name"],
+        backward_tile=None if backward is None else (backward["block_q"], backward["block_kv"]),
         full=counts["full"] if walks_tiles else None,
         partial=counts["partial"] if walks_tiles else None,
         skipped=counts["skipped"] if walks_tiles else None,
@@ -189,10 +213,21 @@ def _why_not(other: str, named: str | None, q: Tensor, wanted: Wanted) -> str:
     return f"{named} was asked for by name" if rejection is None else rejection.reason
 
 
-def _kernel(q: Tensor, v: Tensor, wanted: Wanted) -> dict[str, Any] | None:
+def _kernel(q: Tensor, v: Tensor, wanted: Wanted, backward: bool = False) -> dict[str, Any] | None:
     return _C.find_kernel(
-        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout
+        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout, backward
     )
+
+
+def _decode_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, wanted: Wanted) -> dict[str, Any] | None:
+    """The kernel of few queries against many keys, where the call is one of these."""
+    kind, ints, _ = lower(mask)
+    flags = ints[COMPOSITE_FLAGS] if kind == COMPOSITE else 0
+    if kind not in (DENSE, CAUSAL, COMPOSITE) or flags & DOCUMENTS or wanted.dropout:
+        return None
+    from_start = bool(ints[0] if kind == CAUSAL else flags & TOP_LEFT)
+    shape = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    return _C.few_queries_kernel(kind, q.dtype, *shape, wanted.alibi, from_start)
 
 
 def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> tuple[int, int] | None:
@@ -204,13 +239,15 @@ def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> t
     return None if kernel is None else (kernel["block_q"], kernel["block_kv"])
 
 
-def _tile_counts(q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int]) -> dict[str, int] | None:
+def _tile_counts(
+    q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int], dropout: bool
+) -> dict[str, int] | None:
     kind, ints, tensors = lower(mask)
     if not all(map(has_values, tensors)):
         return None
     values = [x.cpu() for x in tensors]
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return _C.tile_counts(kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1])
+    return _C.tile_counts(kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1], dropout=dropout)
 
 
 def _how_it_runs(
@@ -230,7 +267,7 @@ def _how_it_runs(
             "counted are those of the sorted rows and keys"
         )
     if kernel is not None and wanted.mask_kind in (DENSE, CAUSAL, DOCUMENT) and kernel["mask"] == "composite":
-        yield "with softcap or alibi_slopes this mask is run by the kernels of intersections"
+        yield "with softcap, alibi_slopes or dropout_p this mask is run by the kernels of intersections"
 
 
 def _describe_call(
@@ -241,11 +278,13 @@ def _describe_call(
     softcap: float,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    dropout_p: float,
 ) -> str:
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     mask_text = "Dense()" if mask is None else repr(mask)
     options = [f"softcap {softcap}"] if softcap != 0.0 else []
     options += [name for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)) if x is not None]
+    options += [f"dropout_p {dropout_p}"] if dropout_p > 0.0 else []
     return ", ".join([shapes, f"{dtype_name(q.dtype)} on {q.device}", f"mask {mask_text}", *options])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,8 @@ def _facts() -> list[tuple[str, str]]:
     ]
     facts.append(("build", f"{build['compiler']}, for torch {build['torch']}"))
     if build["cuda"]:
-        facts.append(("kernels", f"{len(_C.kernels())} for {build['arch']}, by CUDA {build['cuda_version']}"))
+        counts = ", ".join(f"{len(kernels)} {name}" for name, kernels in _kernels().items())
+        facts.append(("kernels", f"{counts}, for {build['arch']}, by CUDA {build['cuda_version']}"))
     else:
         facts.append(("kernels", f"none: {build['reason']}"))
     reason = machine_reason(None)
@@ -57,22 +59,31 @@ def _device(index: int) -> str:
     )
 
 
+def _kernels() -> dict[str, list[dict[str, Any]]]:
+    paged = _C.paged_kernels()
+    return {
+        "forward": _C.kernels(),
+        "backward": _C.backward_kernels(),
+        **{path: [x for x in paged if x["path"] == path] for path in ("decode", "prefill")},
+    }
+
+
 def _kernel_table() -> list[str]:
-    kernels = _C.kernels()
+    kernels = [x for group in _kernels().values() for x in group]
     if not kernels:
         return []
     rows = [("kernel", "head dims to", "tile", "stages", "threads", "registers", "shared memory")]
-    for x in kernels:
-        rows.append(
-            (
-                x["name"],
-                str(x["head_dim_bucket"]),
-                f"{x['block_q']} x {x['block_kv']}",
-                str(x["stages"]),
-                str(x["threads"]),
-                f"{x['registers_producer']} / {x['registers_consumer']}",
-                f"{x['shared_memory']:,} B",
-            )
+    rows += [
+        (
+            x["name"],
+            str(x["head_dim_bucket"]),
+            f"{x['block_q']} x {x['block_kv']}" if "block_q" in x else f"{x['block_kv']} keys",
+            str(x.get("stages", "-")),
+            str(x["threads"]),
+            f"{x['registers_producer']} / {x['registers_consumer']}" if "registers_producer" in x else "-",
+            f"{x['shared_memory']:,} B",
         )
+        for x in kernels
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -19,7 +19,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import candidates, cases, device, ncu, plot, report, run, timing
+from benchmarks import cache_candidates, candidates, cases, device, gradient_candidates, ncu, plot, report, run, timing
+from benchmarks.cache_cases import CacheCase, log_uniform_lengths
 from benchmarks.cases import Case, Draw, Lane, Unit
 
 
@@ -29,11 +30,13 @@ def _candidates() -> Iterator[None]:
     factories, settings = dict(candidates.FACTORIES), replace(candidates.settings)
     candidates.settings.device = "cpu"
     candidates.release()
+    cache_candidates.release()
     yield
     candidates.FACTORIES.clear()
     candidates.FACTORIES.update(factories)
     candidates.settings.device, candidates.settings.layout = settings.device, settings.layout
     candidates.release()
+    cache_candidates.release()
 
 
 # Cases
@@ -223,7 +226,193 @@ def test_bad_cases_say_what_is_wrong() -> None:
         cases.find_case("d128-4x4096-densely")
 
 
+def test_backward_cases_are_those_of_the_table() -> None:
+    units = {unit.name: unit for unit in cases.backward(["flashmsa", "cudnn", "flash", "flex"])}
+    grid = {name: unit for name, unit in units.items() if not unit.whole}
+    both = ("dense", "causal")
+    expected = {f"d{d}-{s}-{m}" for d in (64, 128) for s in ("16x1024", "4x4096", "1x16384") for m in both}
+    assert set(grid) == expected | {f"d256-{s}-{m}" for s in ("4x4096", "1x16384") for m in both}
+    for unit in grid.values():
+        assert [lane.label for lane in unit.lanes] == ["flashmsa", "flashmsa deterministic", "cudnn", "flash"]
+        assert all(
+            lane.flops == 2.5 * lane.case.flops and lane.candidate.startswith(lane.label.split()[0])
+            for lane in unit.lanes
+        )
+    for name in ("document-causal-seed1", "blocks-10-per-head"):
+        unit = units[f"d128-1x16384-{name}"]
+        assert unit.whole == unit.lanes[-1].label == "flashmsa dense" and unit.lanes[-1].case.mask == "dense"
+        assert unit.lanes[-1].case.length == unit.lanes[0].case.length
+    assert units["d128-1x32768-window-causal-4096"].lanes[-1].case.length == 32768
+    dropped = units["d128-4x4096-causal-dropout"].lanes
+    assert [(lane.label, lane.checked) for lane in dropped] == [
+        ("flashmsa without", True), ("flashmsa", False), ("flash", False),
+    ]  # fmt: skip
+    assert all(lane.flops == 3.5 * lane.case.flops for lane in dropped)
+
+
+def test_caches_are_counted_by_definition() -> None:
+    case = CacheCase(3, 8, 2, 9, 64, len_q=2, lengths=(5, 9, 2))
+    allowed = [[j <= i + length - 2 for i in range(2) for j in range(length)] for length in (5, 9, 2)]
+    assert case.pairs == sum(map(sum, allowed)) and case.flops == 4 * 8 * 64 * case.pairs
+    assert case.bytes == 2 * (5 + 9 + 2) * 2 * 64 * 2
+    assert case.name == "d64-3x9-8of2-q2"
+    even = CacheCase(2, 4, 4, 7)
+    assert even.pairs == 14 and even.sequence_lengths == (7, 7)
+    for bad, says in (
+        ({"heads": 3}, "heads_kv: 2 does not divide"), ({"lengths": (9, 5)}, "lengths: must be 3"),
+        ({"lengths": (5, 8, 2)}, "the largest 9"), ({"len_q": 3}, "len_q: 3 is more than the 2 keys"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            replace(case, **bad)
+
+
+def test_caches_are_those_of_the_table() -> None:
+    units = {unit.name: unit for unit in cases.decode(["flashmsa", "cudnn"])}
+    mebibytes = {name: unit.lanes[0].case.bytes >> 20 for name, unit in units.items()}
+    assert [mebibytes[f"d128-{name}-pages"] for name in (
+        "32x8192-32of8", "128x4096-64of8", "1x131072-32of8", "16x16384-16of1",
+    )] == [1024, 2048, 512, 128]  # fmt: skip
+    assert all(size >= 512 for name, size in mebibytes.items() if "ratio" in name)
+    assert {lane.case.len_q for lane in units["d128-32x8192-64of8-ratio8"].lanes} == {1, 2, 4, 8}
+    uneven, even = (units["d128-64x65536-32of8-uneven"].lanes[at].case for at in (1, 2))
+    assert uneven.bytes == even.bytes and max(even.lengths) - min(even.lengths) <= 1
+    assert {unit.name for unit in units.values() if unit.graph} == {
+        "d128-1x1024-32of8-latency1024", "d128-1x4096-32of8-latency4096",
+    }  # fmt: skip
+    chunk = units["d128-1x32768-32of8-q2048-chunk"].lanes[0].case
+    assert chunk.pairs == sum(30720 + 1 + i for i in range(2048))
+    assert cases.decode(["cudnn"]) == []
+
+
+def test_log_uniform_lengths_are_the_named_ones() -> None:
+    lengths = log_uniform_lengths(64, 128, 65536, 1)
+    assert len(lengths) == 64 and max(lengths) == 65536 and min(lengths) >= 128
+    assert lengths[:3] == (187, 520, 552)  # the draw must not move with the library
+    logs = [math.log(length / 128) / math.log(512) for length in lengths]
+    assert 0.35 < sum(logs) / 64 < 0.65
+
+
 # Candidates
+
+
+def gradients(case: Case) -> torch.Tensor:
+    """Of q, k and v by the definition, (3, B, H, S, D) in float64."""
+    q, k, v = (x.double().requires_grad_() for x in candidates.inputs(case))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed(case))
+    dout = gradient_candidates.gradient_of_out(case, torch.empty(out.shape, dtype=torch.bfloat16))
+    return torch.stack(torch.autograd.grad(out, (q, k, v), dout.double()))
+
+
+@pytest.mark.parametrize("case", SMALL_CASES[:6] + SMALL_CASES[-8:-4], ids=lambda case: case.name)
+def test_backward_candidates_give_the_gradients_of_the_case(case: Case) -> None:
+    pytest.importorskip("flashmsa")
+    peers = ["cudnn", "flash"] if case.mask in ("dense", "causal") else []
+    for name in (
+        "flashmsa-backward",
+        "flashmsa-backward-deterministic",
+        "flashmsa-both",
+        *(f"{x}-backward" for x in peers),
+    ):
+        with torch.no_grad():  # as a run has it
+            got = candidates.canonical(case, candidates.FACTORIES[name](case)())
+        assert (got.double() - gradients(case)).norm() < 0.02 * gradients(case).norm(), name
+
+
+def test_the_forward_pass_is_no_part_of_the_backward_passs_time() -> None:
+    case, calls = Case(1, 2, 8, 16), []
+
+    def forward(case: Case) -> candidates.Call:
+        inputs = candidates.inputs_bshd(case)  # a candidate of the other layout
+
+        def call() -> tuple[torch.Tensor, None]:
+            calls.append(torch.is_grad_enabled())
+            return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs)).transpose(
+                1, 2
+            ), None
+
+        return call
+
+    candidates.FACTORIES["other"] = forward
+    with torch.no_grad():
+        backward = gradient_candidates.backward_of(gradient_candidates._forward("other"))(case)
+        found = [candidates.canonical(case, backward()) for _ in range(3)]
+        assert calls == [True]
+        both = gradient_candidates.both_passes_of(forward)(case)
+        found += [candidates.canonical(case, both()) for _ in range(2)]
+    assert calls == [True] * 4  # the first call says what shape out has
+    assert all((x.double() - gradients(case)).norm() < 0.02 * gradients(case).norm() for x in found)
+    assert not candidates.inputs(case)[0].requires_grad, "other candidates run without gradients"
+
+
+def test_dropout_is_drawn_anew_by_each_call() -> None:
+    pytest.importorskip("flashmsa")
+    case = Case(1, 2, 64, 16, "causal")
+    for name in ("flashmsa-both-dropout", "flash-both-dropout"):
+        with torch.no_grad():
+            call = candidates.FACTORIES[name](case)
+            first, second = (candidates.canonical(case, call()) for _ in range(2))
+        assert torch.isfinite(first).all() and not torch.equal(first, second), name
+
+
+@pytest.mark.parametrize("page", [1, 8, 16, 128])
+@pytest.mark.parametrize("length", [256, 250])
+def test_a_pool_holds_the_keys_of_the_dense_cache(page: int, length: int) -> None:
+    case = CacheCase(2, 4, 2, length, 16)
+    pool = cache_candidates.pool(case, page)
+    pages = -(-length // page)
+    assert pool.table.shape == (2, pages) and sorted(pool.table.flatten().tolist()) == list(range(2 * pages))
+    assert pool.lengths.tolist() == [length] * 2
+    for pages_of, dense in zip((pool.k, pool.v), cache_candidates.dense_cache(case), strict=True):
+        found = pages_of[pool.table.long()].flatten(1, 2).transpose(1, 2)[:, :, :length]
+        assert torch.equal(found, dense) == (length % page == 0)
+    assert page == 1 or pool.table.flatten().tolist() != list(range(2 * pages)), "pages lie in no order"
+
+
+def test_pools_of_several_lengths() -> None:
+    case = CacheCase(3, 4, 2, 40, 16, lengths=(40, 3, 17))
+    pool = cache_candidates.pool(case, 16)
+    assert pool.k.shape == (3 + 1 + 2, 16, 2, 16) and pool.table.shape == (3, 3)
+    used = [pool.table[b, : -(-length // 16)].tolist() for b, length in enumerate(case.lengths)]
+    assert sorted(itertools.chain(*used)) == list(range(6))
+    with pytest.raises(candidates.Unavailable, match="several lengths"):
+        cache_candidates.dense_cache(case)
+
+
+@pytest.mark.parametrize("len_q", [1, 4])
+def test_candidates_of_a_cache_agree(len_q: int) -> None:
+    flashmsa = pytest.importorskip("flashmsa")
+    case = CacheCase(2, 4, 2, 256, 64, len_q=len_q)
+    q, (k, v) = cache_candidates.queries(case), cache_candidates.dense_cache(case)
+    expected = flashmsa.reference(q, k, v, mask=flashmsa.Causal())
+    names = [
+        "flashmsa-cache-dense",
+        "flashmsa-cache-attention",
+        *(f"flashmsa-cache-page{page}" for page in cases.PAGES),
+    ]
+    for name in [*names, "cudnn-cache"] if len_q == 1 else names:
+        assert_close(candidates.canonical(case, candidates.FACTORIES[name](case)()), expected)
+    if len_q > 1:
+        with pytest.raises(candidates.Unavailable, match="aligns a causal mask at the first key"):
+            candidates.FACTORIES["cudnn-cache"](case)
+
+
+def test_a_quarter_of_the_pages_is_seen() -> None:
+    pytest.importorskip("flashmsa")
+    case = CacheCase(2, 4, 2, 512, 16)
+    k, v = cache_candidates.dense_cache(case)
+    # Values that say which page they are of, and keys that weigh all alike.
+    k.zero_()
+    v.copy_((torch.arange(512) // 64).view(1, 1, 512, 1).expand_as(v))
+    seen = candidates.FACTORIES["flashmsa-cache-quarter"](case)().float().mean((1, 2, 3))
+    pairs = {(a + b) / 2 for a, b in itertools.combinations(range(8), 2)}
+    assert all(round(x, 3) in pairs for x in seen.tolist()), seen
+
+
+def test_bytes_are_read_and_copied() -> None:
+    case = CacheCase(2, 4, 2, 32, 16)
+    assert int(candidates.FACTORIES["plain-read"](case)()) == case.bytes // 4  # ones of 4 bytes
+    copied = candidates.FACTORIES["copy"](case)()
+    assert all(torch.equal(x, y) for x, y in zip(copied, cache_candidates.dense_cache(case), strict=True))
 
 
 def test_layouts_hold_the_same_values() -> None:
@@ -550,6 +739,46 @@ def test_options_cost_what_they_add_to_the_same_candidate() -> None:
     assert "+20.0%" in report._option_table([unit])
 
 
+def test_backward_is_judged_by_the_fastest_peer_and_by_what_determinism_costs() -> None:
+    case = Case(4, 16, 4096, 128)
+    rates = {"flashmsa": 600.0, "flashmsa deterministic": 500.0, "cudnn": 400.0, "flash": 480.0}
+    lanes = {label: lane_record(f"{label.split()[0]}-backward", case, rate) for label, rate in rates.items()}
+    unit = unit_record("backward", case.name, lanes)
+    report.add_backward_figures(unit, case.name, "")
+    wide_case = Case(4, 8, 4096, 256)
+    wide = unit_record("backward", wide_case.name, {"flashmsa": lane_record("flashmsa-backward", wide_case, 450.0)})
+    report.add_backward_figures(wide, wide_case.name, "")
+    assert unit["derived"]["best_peer"] == "flash"
+    assert lanes["flashmsa"]["of_peer"] == pytest.approx(1.25) and "slower" not in lanes["flashmsa"]
+    assert lanes["flashmsa deterministic"]["slower"] == pytest.approx(0.2)
+    summary = report.summarise([unit, wide])["backward"]
+    assert summary["of_peer"] == {"128": pytest.approx(1.25), "256": None}
+    assert summary["d256_of_d128"] == pytest.approx(0.75) and summary["minimum_case"] == case.name
+    assert summary["deterministic_slower"] == pytest.approx(0.2) and summary["others"] == {}
+    table = report._backward_table([unit, wide])
+    assert "+20.0%" in table and "1.25" in table
+    assert "d128 1.250" in report._backward_lines(summary)[0]
+
+
+def test_caches_are_judged_by_the_plain_read_and_by_the_lane_named() -> None:
+    case = CacheCase(32, 32, 8, 8192)
+    times = {"plain read": 0.25, "flashmsa page 64": 0.2, "flashmsa 25 % of the pages": 0.1}
+    lanes = [Lane(label, label, case, share=0.25 if "%" in label else 1.0) for label in times]
+    records = {x.label: report.lane_figures(x, timing.Launches([times[x.label]] * 3, [None] * 3), 132) for x in lanes}
+    unit = unit_record("decode", case.name, records)
+    report.add_cache_figures(unit, lanes, "flashmsa page 64")
+    assert records["plain read"]["gbs"] == pytest.approx((1 << 30) / 0.25e6)
+    assert records["flashmsa page 64"]["of_read"] == pytest.approx(1.25)
+    quarter = records["flashmsa 25 % of the pages"]
+    assert (quarter["time_of_base"], quarter["of_base"]) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert report.summarise([unit])["decode"][case.name]["flashmsa page 64"]["us"] == pytest.approx(200.0)
+    table = report._cache_table([unit])
+    assert "4295" in table and "1.250" in table
+    del records["flashmsa page 64"]
+    report.add_cache_figures(unit, lanes, "flashmsa page 64")
+    assert quarter["of_base"] is None and unit["derived"]["whole"] is None
+
+
 def test_ratio_is_taken_on_the_same_case_only() -> None:
     bf16, fp16 = Case(1, 16, 1024, 128), Case(1, 16, 1024, 128, dtype="fp16")
     unit = unit_record("dtype", bf16.name, {
@@ -722,6 +951,25 @@ def test_dry_run_of_masks_options_and_construction(tmp_path: Path, capsys) -> No
     assert "flashmsa built graph" in printed and "making a mask" in printed
 
 
+def test_dry_run_of_gradients_and_caches(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("flashmsa")
+    code, data = dry_run(tmp_path / "r.json", "--group", "backward,decode")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    units = {unit["name"]: unit for unit in data["units"]}
+    plain = units["d128-4x64-causal-h1"]
+    assert set(plain["differences"]) == {"flashmsa", "flashmsa deterministic"}
+    assert max(plain["differences"].values()) < run.WRONG
+    assert plain["lanes"]["flashmsa"]["flops"] == 2.5 * plain["lanes"]["flashmsa"]["case"]["flops"]
+    assert units["d128-1x256-document-causal-h1-seed1"]["lanes"]["flashmsa"]["of_whole"] > 0
+    assert "slower" in units["d128-4x64-causal-h1-dropout"]["lanes"]["flashmsa"]
+    pages = units["d128-2x256-4of1-pages"]
+    assert len(pages["differences"]) == 1 + len(cases.PAGES) and max(pages["differences"].values()) < run.WRONG
+    assert all(lane["of_base"] > 0 and lane["of_read"] > 0 for lane in pages["lanes"].values())
+    assert units["d128-1x256-4of1-latency1024"]["differences"]["flashmsa attention"] < run.WRONG
+    assert "backward / best peer: geometric means d64" in printed and "flashmsa page 16" in printed
+
+
 def test_a_mask_that_cannot_be_made_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def broken(case: Case) -> candidates.Call:
         raise candidates.Unavailable("no such mask")
@@ -782,8 +1030,8 @@ def test_a_missing_candidate_fails_the_run_and_keeps_the_rest(tmp_path: Path, mo
 
 
 def test_bad_arguments_name_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--group: backward not among forward"):
-        run.main(["--dry-run", "--group", "backward"])
+    with pytest.raises(ValueError, match=r"--group: sideways not among forward"):
+        run.main(["--dry-run", "--group", "sideways"])
     with pytest.raises(ValueError, match=r"--peers: fa9 not among"):
         run.main(["--dry-run", "--peers", "fa9"])
     with pytest.raises(ValueError, match=r"--cases: nothing in forward"):

@@ -41,7 +41,8 @@ def test_build_info() -> None:
     assert set(INFO) == {"cuda", "cuda_version", "arch", "compiler", "torch", "reason"}
     assert INFO["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert bool(INFO["reason"]) != INFO["cuda"], "a build says why it has no kernels, and only then"
-    assert bool(flashmsa._C.kernels()) == INFO["cuda"]
+    for listed in (flashmsa._C.kernels, flashmsa._C.backward_kernels, flashmsa._C.paged_kernels):
+        assert bool(listed()) == INFO["cuda"]
     if INFO["cuda"]:
         assert INFO["arch"] == "sm_90a" and re.fullmatch(r"1[23]\.\d+", INFO["cuda_version"])
 
@@ -82,8 +83,18 @@ def test_imports_and_runs_without_a_driver() -> None:
 
 @pytest.mark.skipif(INFO["cuda"], reason="this build has kernels")
 def test_a_build_without_kernels_knows_none() -> None:
-    assert flashmsa._C.kernels() == []
-    assert flashmsa._C.find_kernel(0, torch.bfloat16, 64, 64) is None
+    assert flashmsa._C.kernels() == flashmsa._C.backward_kernels() == flashmsa._C.paged_kernels() == []
+    for backward in (False, True):
+        assert flashmsa._C.find_kernel(0, torch.bfloat16, 64, 64, backward=backward) is None
+    assert flashmsa._C.few_queries_kernel(0, torch.bfloat16, 1, 8, 8, 1, 4096, 64, 64) is None
+
+
+@pytest.mark.skipif(not INFO["cuda"], reason="this build has no kernels")
+def test_kernels_have_names_of_their_own() -> None:
+    """A name says which kernel a profile, explain() or a table speaks of."""
+    c = flashmsa._C
+    names = [x["name"] for x in (*c.kernels(), *c.backward_kernels(), *c.paged_kernels())]
+    assert len(set(names)) == len(names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,13 +185,19 @@ def test_sources() -> None:
     for name in portable:
         text = (ROOT / name).read_text(encoding="utf-8")
         outside = re.sub(r"#ifdef FLASHMSA_WITH_CUDA\n.*?#endif", "", text, flags=re.DOTALL)
-        assert not re.search(r'#include [<"](cuda|c10/cuda|sm90/|fwd/|attn/)', outside), name
+        assert not re.search(r'#include [<"](cuda|c10/cuda|sm90/|fwd/|attn/|bwd/|decode/|prefill/)', outside), name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # csrc/nvcc.py
 
 KERNEL = "_ZN8flashmsa3fwd24attention_forward_kernelEv"
+ATTENTION = (
+    KERNEL,
+    "_ZN8flashmsa3bwd25attention_backward_kernelEv",
+    "_ZN8flashmsa7prefill22paged_attention_kernelEv",
+    "_ZN8flashmsa6decode19paged_decode_kernelEv",
+)
 OTHER = "_ZN8flashmsa5sched11plan_kernelEv"
 
 
@@ -215,9 +232,19 @@ def test_spills_fail(spill: dict[str, int], function: str) -> None:
     assert function in fault and "spill" in fault
 
 
-def test_local_memory_fails() -> None:
-    (fault,) = nvcc.faults(log(OTHER) + log(KERNEL, frame=24))
-    assert KERNEL in fault and "24 bytes" in fault
+@pytest.mark.parametrize("function", ATTENTION)
+def test_local_memory_fails(function: str) -> None:
+    (fault,) = nvcc.faults(log(OTHER) + log(function, frame=24))
+    assert function in fault and "24 bytes" in fault
+
+
+def test_kernels_have_the_names_that_are_looked_for() -> None:
+    """A kernel by another name would be held to less."""
+    for source in sorted((ROOT / "csrc").glob("*/kernel.cuh")):
+        names = re.findall(
+            r"^\s*(?:__global__ void .*?|)(\w+_kernel)\(", source.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert names and all(any(part in name for part in nvcc.NO_STACK) for name in names), source
 
 
 @pytest.fixture(scope="module")

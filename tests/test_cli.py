@@ -29,9 +29,10 @@ def test_info() -> None:
     assert done.returncode == 0, done.stderr
     assert f"flashmsa  {flashmsa.__version__}" in done.stdout
     assert torch.__version__ in done.stdout and _C.build_info()["compiler"] in done.stdout
-    for kernel in _C.kernels():
+    for kernel in (*_C.kernels(), *_C.backward_kernels(), *_C.paged_kernels()):
         line = next(x for x in done.stdout.splitlines() if x.startswith(kernel["name"] + " "))
-        assert f"{kernel['block_q']} x {kernel['block_kv']}" in line and f"{kernel['shared_memory']:,} B" in line
+        tile = f"{kernel['block_q']} x {kernel['block_kv']}" if "block_q" in kernel else f"{kernel['block_kv']} keys"
+        assert tile in line and f"{kernel['shared_memory']:,} B" in line
     if not _C.kernels():
         assert f"kernels   none: {_C.build_info()['reason']}" in done.stdout
 

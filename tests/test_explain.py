@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashmsa
-from flashmsa import _C, Causal, Dense, Document, HashBucket, Mask, SlidingWindow, explain
+from flashmsa import _C, Causal, Dense, Document, HashBucket, Mask, PrefixLM, SlidingWindow, explain
 from flashmsa.masks import PerSequence
 
 needs_kernels = pytest.mark.skipif(not _C.kernels(), reason="this build has no sm_90a kernels")
@@ -323,6 +323,88 @@ def test_the_kernel_of_every_mask(family: str, softcap: float, alibi: bool) -> N
     wanted = KERNELS[kind] if not (softcap or alibi) or kind == 6 else "composite"
     assert (kernel["mask"], kernel["softcap"], kernel["alibi"]) == (wanted, softcap > 0.0, alibi)
     assert any("kernels of intersections" in note for note in got.notes) == (kind < 3 and wanted == "composite")
+    assert got.full + got.partial > 0 or got.pairs == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_kernels_of_a_training_step(family: str, dropout_p: float, softcap: float) -> None:
+    q, k, v = make(dtype=torch.bfloat16)
+    mask = mask_for(family, 2, 100, 130, heads=(4, 2)).build()
+    options = {"backend": "sm90", "dropout_p": dropout_p, "softcap": softcap}
+    got = explain(q, k, v, mask, **options)
+    assert got.backward_kernel is None and "backward" not in str(got), "nothing wants a gradient"
+    forward = next(x for x in _C.kernels() if x["name"] == got.kernel)
+    assert forward["dropout"] == (dropout_p > 0.0) and (forward["softcap"] or not softcap)
+    assert ("dropout_p 0.1" in got.call) == (dropout_p > 0.0)
+    v.requires_grad_()
+    with torch.no_grad():
+        assert explain(q, k, v, mask, **options).backward_kernel is None
+    trained = explain(q, k, v, mask, **options)
+    backward = next(x for x in _C.backward_kernels() if x["name"] == trained.backward_kernel)
+    assert backward["dropout"] or not dropout_p
+    assert backward["general"] or not softcap
+    assert trained.backward_tile == (backward["block_q"], backward["block_kv"])
+    assert trained.kernel == got.kernel and f"backward    {backward['name']}: tiles of" in str(trained)
+
+
+def test_dropout_is_described_on_the_cpu() -> None:
+    q, k, v = make()
+    assert "dropout_p 0.25" in explain(q, k, v, dropout_p=0.25).call
+    assert "dropout_p" not in explain(q, k, v).call
+
+
+FEW = [None, Causal(), Causal(align="top-left"), SlidingWindow(300, 0), PrefixLM(5), SlidingWindow(9, 9) & Causal()]
+
+
+@needs_kernels
+@pytest.mark.parametrize("mask", FEW, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_few_queries_are_run_by_decode_kernels(mask: Mask | None, dtype: torch.dtype) -> None:
+    """As csrc/binding/few_queries.h has it: 16 rows of a kv head at most, 1024 keys at least."""
+    shape = {"heads": (8, 2), "len_q": 4, "len_kv": 1024, "dtype": dtype, "dim": 72, "dim_v": 64}
+    kernel = next(
+        x
+        for x in _C.paged_kernels()
+        if x["name"] == "decode_d128_" + {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    )
+    got = explain(*make(**shape), mask, backend="sm90")
+    assert (got.kernel, got.threads, got.shared_memory) == (kernel["name"], kernel["threads"], kernel["shared_memory"])
+    assert got.tile is None and got.full is None and got.registers is None and got.pairs > 0
+    assert "keys dealt out" in " ".join(str(got).split()) and any("few queries" in note for note in got.notes)
+    for other in ({"len_q": 5}, {"len_kv": 1023}, {"heads": (16, 2)}):
+        assert explain(*make(**{**shape, **other}), mask, backend="sm90").kernel.startswith("fwd_")
+    assert explain(*make(**shape), mask, backend="sm90", dropout_p=0.5).kernel.startswith("fwd_")
+    assert explain(*make(**shape), mask, backend="sm90", softcap=3.0).kernel == kernel["name"]
+    from_start = isinstance(mask, Causal) and mask.align == "top-left"
+    slopes = explain(*make(**shape), mask, backend="sm90", alibi_slopes=torch.ones(8))
+    assert slopes.kernel.startswith("fwd_" if from_start else "decode_")
+
+
+@needs_kernels
+def test_few_queries_under_other_masks_are_not() -> None:
+    q, k, v = make(len_q=4, len_kv=1024, dtype=torch.bfloat16)
+    documents = Document([0, 2, 4], [0, 500, 1024])
+    for mask in (documents, documents & SlidingWindow(9), buckets(4, 1024)):
+        assert explain(q, k, v, mask, backend="sm90").kernel.startswith("fwd_")
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_kernel_of_every_mask_with_dropout(family: str, softcap: float) -> None:
+    """Dropout is in kernels of composite masks and lists; where nothing else is asked for, and rows and keys are in the
+    caller's order, in a faster one."""
+    q, k, v = make(dtype=torch.bfloat16)
+    mask = mask_for(family, 2, 100, 130, heads=(4, 2)).build()
+    got = explain(q, k, v, mask, backend="sm90", softcap=softcap, dropout_p=0.1)
+    kernel = next(x for x in _C.kernels() if x["name"] == got.kernel)
+    kind = 0 if mask is None else mask._lower()[0]
+    assert kernel["mask"] == ("block_sparse" if kind == 6 else "composite") and kernel["dropout"]
+    assert kernel["general"] == (kind >= 4 or softcap > 0.0)
+    assert any("kernels of intersections" in note for note in got.notes) == (kind < 3)
     assert got.full + got.partial > 0 or got.pairs == 0
 
 

@@ -1,4 +1,4 @@
-"""What must hold in the forward kernels' machine code, read from the built extension on any machine with cuobjdump."""
+"""What must hold in the kernels' machine code, read from the built extension on any machine with cuobjdump."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import flashmsa
 
 LIBRARY = Path(flashmsa._C.__file__)
 KERNELS = flashmsa._C.kernels()
+BACKWARD = flashmsa._C.backward_kernels()
+DECODE, PREFILL = ([x for x in flashmsa._C.paged_kernels() if x["path"] == path] for path in ("decode", "prefill"))
 REGISTERS_OF_AN_SM = 65536
 
 # Parts of the names of kernels that may use mma.sync beside wgmma. None needs to.
@@ -90,27 +92,63 @@ def functions() -> dict[str, Function]:
     return found
 
 
+@dataclass
+class Family:
+    """The functions of one kind of attention kernel, and the rows of its table."""
+
+    functions: list[Function]
+    table: list[dict]
+
+
+# By the name of the kernel's function.
+FAMILIES = {
+    "attention_forward_kernel": KERNELS,
+    "attention_backward_kernel": BACKWARD,
+    "paged_attention_kernel": PREFILL,
+    "paged_decode_kernel": DECODE,
+}
+BY_WGMMA = tuple(name for name in FAMILIES if name != "paged_decode_kernel")
+
+
 @pytest.fixture(scope="module")
-def forward(functions: dict[str, Function]) -> list[Function]:
-    kernels = [function for name, function in functions.items() if "attention_forward" in name]
-    assert kernels, f"no attention_forward among {sorted(functions)}"
-    return kernels
+def families(functions: dict[str, Function]) -> dict[str, Family]:
+    return {
+        name: Family([function for known, function in functions.items() if name in known], table)
+        for name, table in FAMILIES.items()
+    }
 
 
-def test_every_kernel_of_the_table_is_there(forward: list[Function]) -> None:
-    assert len(forward) == len(KERNELS)
-    assert all(function.opcodes and function.usage for function in forward)
+@pytest.fixture(scope="module")
+def forward(families: dict[str, Family]) -> list[Function]:
+    return families["attention_forward_kernel"].functions
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kernel_of_the_table_is_there(families: dict[str, Family], name: str) -> None:
+    family = families[name]
+    assert len(family.functions) == len(family.table) > 0
+    assert all(function.opcodes and function.usage for function in family.functions)
 
 
 def test_only_sm_90a() -> None:
     assert set(re.findall(r"arch = (\S+)", cuobjdump("-lelf") + cuobjdump("-res-usage"))) == {"sm_90a"}
 
 
-def test_tensor_cores_and_bulk_copies(forward: list[Function]) -> None:
-    """wgmma for the products, TMA for what goes in and out."""
-    for function in forward:
-        for opcode in ("HGMMA", "UTMALDG", "UTMASTG"):
-            assert function.count(opcode) > 0, f"{function.name} has no {opcode}"
+# wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG and UBLKRED add to memory.
+# Decode's few rows are mma.sync's (HMMA), its small pages cp.async's (LDGSTS).
+@pytest.mark.parametrize(
+    "name, opcodes",
+    [
+        ("attention_forward_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
+        ("attention_backward_kernel", ("HGMMA", "UTMALDG", "UTMASTG", "UBLKRED|UTMAREDG")),
+        ("paged_attention_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
+        ("paged_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS")),
+    ],
+)
+def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, opcodes: tuple[str, ...]) -> None:
+    for function in families[name].functions:
+        for opcode in opcodes:
+            assert any(function.count(x) > 0 for x in opcode.split("|")), f"{function.name} has no {opcode}"
 
 
 def test_no_local_memory(functions: dict[str, Function]) -> None:
@@ -120,13 +158,15 @@ def test_no_local_memory(functions: dict[str, Function]) -> None:
         assert function.usage["STACK"] == 0 and function.usage["LOCAL"] == 0, f"{function.name}: {function.usage}"
 
 
-def test_no_older_tensor_instructions(forward: list[Function]) -> None:
-    for function in forward:
+@pytest.mark.parametrize("name", BY_WGMMA)
+def test_no_older_tensor_instructions(families: dict[str, Family], name: str) -> None:
+    for function in families[name].functions:
         if not any(name in function.name for name in MAY_HOLD_HMMA):
             assert function.count("HMMA") == 0, f"{function.name}: {function.count('HMMA')} HMMA"
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel["name"])
+# What the general kernels decide at run time takes uniform registers too; they are not made for speed.
+@pytest.mark.parametrize("kernel", [x for x in KERNELS if not x["general"]], ids=lambda kernel: kernel["name"])
 def test_descriptors_stay_in_uniform_registers(forward: list[Function], kernel: dict) -> None:
     """In the loop over full key blocks: a descriptor from ordinary registers costs two R2UR before every wgmma, at d128
     an eighth of the speed. The compiler does that when it cannot see that ring positions are the same in all lanes.
@@ -140,17 +180,32 @@ def test_descriptors_stay_in_uniform_registers(forward: list[Function], kernel: 
     assert moves <= limit, f"{moves} R2UR beside {a_block} HGMMA"
 
 
-def test_registers_move_between_warpgroups(forward: list[Function]) -> None:
-    """The producer gives registers away and the consumers take them."""
-    for function in forward:
-        assert function.count("USETMAXREG") >= 2, f"{function.name}: {function.count('USETMAXREG')} USETMAXREG"
+@pytest.mark.parametrize("name", BY_WGMMA)
+def test_registers_move_between_warpgroups(families: dict[str, Family], name: str) -> None:
+    """Warpgroup 0 gives registers away and the others take them.
+
+    NOTE: the pool that setmaxnreg deals out is entry registers x threads; asking for more hangs for ever.
+    """
+    warpgroups = {kernel["threads"] // 128 for kernel in families[name].table}
+    for function in families[name].functions:
+        texts = [text for _, text in function.code if "USETMAXREG" in text]
+        given, taken = (
+            [int(text.split()[-1], 16) for text in texts if word in text] for word in ("DEALLOC", "TRY_ALLOC")
+        )
+        assert given and taken, f"{function.name}: {texts}"
+        fitting = [n for n in warpgroups if max(given) + (n - 1) * max(taken) <= n * function.usage["REG"]]
+        assert fitting, f"{function.name}: {texts} of {function.usage['REG']} registers"
+        assert any(n * 128 * function.usage["REG"] <= REGISTERS_OF_AN_SM for n in fitting), function.name
 
 
 def function_of(kernel: dict, forward: list[Function]) -> Function:
-    """The function of a row of the table: its mask, its Config<dtype, head dim, ...>, its Score<softcap, alibi>."""
+    """The function of a row of the table: its mask, its Config<dtype, head dim, ...>, its Score<softcap, alibi>
+    or with dropout its Dropping or General."""
     dtype = {"bfloat16": "13__nv_bfloat16", "float16": "6__half"}[kernel["dtype"]]
     mask = "".join(part.capitalize() for part in kernel["mask"].split("_"))
     score = f"ScoreILb{kernel['softcap']:d}ELb{kernel['alibi']:d}E"
+    if kernel["dropout"]:
+        score = "7GeneralE" if kernel["general"] else "8DroppingE"
     pattern = re.compile(rf"{len(mask)}{mask}E.*I{dtype}Li{kernel['head_dim_bucket']}E.*{score}")
     (function,) = (function for function in forward if pattern.search(function.name))
     return function

@@ -17,8 +17,23 @@ struct Score {
   static constexpr bool kSoftcap = kSoftcapValue;
   static constexpr bool kAlibi = kAlibiValue;
   static constexpr bool kPlain = !kSoftcap && !kAlibi;
+  // What happens to weights behind the softmax.
+  static constexpr bool kDropout = false;
+  // Soft cap and ALiBi where the call has them, and dropout in any order: decided at run time.
+  static constexpr bool kGeneral = false;
+  static constexpr const char* kName = kPlain ? "" : kSoftcap ? kAlibi ? "_softcap_alibi" : "_softcap" : "_alibi";
 };
 using PlainScore = Score<false, false>;
+
+// Dropout in the caller's order, of plain weights.
+struct Dropping : PlainScore {
+  static constexpr bool kDropout = true;
+  static constexpr const char* kName = "_dropout";
+};
+struct General : Score<true, true> {
+  static constexpr bool kDropout = true, kGeneral = true;
+  static constexpr const char* kName = "_general";
+};
 
 // tanh(u) for any u: tanh |u| = (1 - e) / (1 + e) with e = 2^(-2 log2(e) |u|); where that would lose digits, a
 // polynomial u (1 + t P(t)) in t = u^2, fitted for the least largest relative error up to |u| = 1/2 (6.4e-7).
@@ -37,16 +52,19 @@ inline constexpr float kShort1 = -0.33324571f, kShort2 = 0.12876421f;
 
 // A soft cap as the kernels use it: in units of S. NOTE: made on the host, because constants cost no registers.
 struct CapParams {
-  float factor;  // scale / cap; not 0
+  float factor;  // scale / cap; 0: no cap
   float inverse;  // 1 / factor
   float short_end;  // kShortEnd, and
   float short1, short2;  // the polynomial's coefficients
+
+  FLASHMSA_HD bool used() const { return factor != 0.0f; }
 };
 
 inline CapParams make_cap(double scale, double cap) {
+  if (cap <= 0) return {};
   // NOTE: finite and not 0, as its inverse; and where powers of it, or of an S below short_end, could leave fp32's range,
   // every S goes the long way.
-  const float factor = cap > 0 ? std::clamp(static_cast<float>(scale / cap), 1e-30f, 1e30f) : 1.0f;
+  const float factor = std::clamp(static_cast<float>(scale / cap), 1e-30f, 1e30f);
   if (factor < 1e-9f || factor > 1e9f) return {factor, 1.0f / factor, 0.0f, 0.0f, 0.0f};
   const float square = factor * factor;
   return {factor, 1.0f / factor, kShortEnd / factor, kShort1 * square, kShort2 * square * square};

@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "attn/dropout.cuh"
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
 #include "core/params.h"
@@ -44,18 +45,29 @@ __device__ __forceinline__ Element* row_of(const TensorRef& tensor, sm90::Sequen
          sequence.head * tensor.stride_head + sequence.residue * tensor.stride_residue + row * tensor.stride_seq;
 }
 
-// One row by one warp: the keys of a step of 32 are spread over the lanes, then the columns of O.
-template <class Element, class Score>
-struct SlowRow {
-  const Element* q_row;
+// Where the rows of K and V lie: one after another.
+template <class Element>
+struct StridedRows {
   const Element* k_head;
   const Element* v_head;
   int64_t k_stride, v_stride;
+
+  __device__ __forceinline__ const Element* k(int32_t key) const { return k_head + key * k_stride; }
+  __device__ __forceinline__ const Element* v(int32_t key) const { return v_head + key * v_stride; }
+};
+
+// One row by one warp: the keys of a step of 32 are spread over the lanes, then the columns of O.
+template <class Element, class Score, class KeyRows = StridedRows<Element>>
+struct SlowRow {
+  const Element* q_row;
+  KeyRows rows;
   int32_t head_dim, head_dim_v;
   float scale_log2;
   CapParams cap;  // Score::kSoftcap
   float alibi_slope;  // Score::kAlibi
   int32_t position;
+  // Score::kDropout. NOTE: not [[no_unique_address]]: nvcc 13.0 then initialises what follows in the wrong places.
+  std::conditional_t<Score::kDropout, RowDraws<Score::kGeneral>, NoRowDraws> draws;
 
   float reference = kNegativeInfinity, sum = 0.0f;
   float o[8] = {};
@@ -65,16 +77,19 @@ struct SlowRow {
 
   // The exponent of q.k for one key.
   __device__ __forceinline__ float exponent(int32_t key) const {
+    const Element* k_row = rows.k(key);
     float s = 0.0f;
 #pragma unroll 1
     for (int32_t column = 0; column < head_dim; column += 8) {
       float a[8], b[8];
       load8(q_row + column, a);
-      load8(k_head + key * k_stride + column, b);
+      load8(k_row + column, b);
 #pragma unroll
       for (int i = 0; i < 8; ++i) s = fmaf(a[i], b[i], s);
     }
-    if constexpr (Score::kSoftcap) s = tanh_exact(s * cap.factor) * cap.inverse;
+    if constexpr (Score::kSoftcap) {
+      if (!Score::kGeneral || cap.used()) s = tanh_exact(s * cap.factor) * cap.inverse;
+    }
     if constexpr (Score::kAlibi) s -= alibi_slope * fabsf(static_cast<float>(position - key));
     return s * scale_log2;
   }
@@ -108,14 +123,16 @@ struct SlowRow {
       // O of this lane's columns.
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] *= factor;
-      uint32_t left = __ballot_sync(~0u, visible);
+      bool weighs = visible;
+      if constexpr (Score::kDropout) weighs = visible && draws.keeps(key);
+      uint32_t left = __ballot_sync(~0u, weighs);
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int32_t source = __ffs(left) - 1;
         const float weight = __shfl_sync(~0u, p, source);
         if (!owns_columns()) continue;
         float v[8];
-        load8(v_head + (first + source) * v_stride + lane() * 8, v);
+        load8(rows.v(first + source) + lane() * 8, v);
 #pragma unroll
         for (int i = 0; i < 8; ++i) o[i] = fmaf(weight, v[i], o[i]);
       }
@@ -133,7 +150,8 @@ struct SlowRow {
       sum = fmaf(sum, factor, sm90::exp2_approx(sink - top));
       reference = top;
     }
-    const float inverse = empty ? 0.0f : factor / sum;
+    float inverse = empty ? 0.0f : factor / sum;
+    if constexpr (Score::kDropout) inverse *= draws.keep_scale();
     if (owns_columns()) {
       uint4 packed;
       packed.x = sm90::pack2<Element>(o[0] * inverse, o[1] * inverse);

@@ -8,6 +8,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "attn/dropout.cuh"
 #include "sm90/fragment.h"
 #include "sm90/matrix.cuh"
 
@@ -74,9 +75,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // S becomes P, packed as the A operand of PV; P is added to the rows' sums before it is rounded.
-  template <class Element, int kCount>
-  __device__ __forceinline__ void exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2) {
+  // S becomes P, packed as the A operand of PV; P is added to the rows' sums before it is rounded, and before dropout.
+  template <class Element, int kCount, class Kept = AllKept>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2,
+                                               const Kept& kept = Kept()) {
     const float minus[2] = {offset(0), offset(1)};
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
@@ -84,7 +86,7 @@ struct OnlineSoftmax {
       const float p0 = sm90::exp2_approx(fmaf(s[e], scale_log2, minus[slot]));
       const float p1 = sm90::exp2_approx(fmaf(s[e + 1], scale_log2, minus[slot]));
       sum[slot] += p0 + p1;
-      p[e / 8][e % 8 / 2] = sm90::pack2<Element>(p0, p1);
+      p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(p0, p1));
     }
   }
 

@@ -8,9 +8,11 @@
 
 #include "binding/backend.h"
 #include "binding/backward_call.h"
+#include "binding/few_queries.h"
 #include "binding/prepare.h"
 #include "binding/sorted_call.h"
 #include "bwd/backward.h"
+#include "decode/decode.h"
 #include "fwd/forward.h"
 #include "mask/dilated.h"
 
@@ -97,6 +99,19 @@ at::Tensor CudaBackend::empty(at::IntArrayRef sizes, at::IntArrayRef strides, at
 
 namespace {
 
+// Runs a call of few queries by the decode kernels; false: it is none, or they do not serve it.
+bool launch_decode(const AttentionParams& params, at::Device device) {
+  if (!has_few_queries(params)) return false;
+  const PagedParams cache = as_cache(params);
+  if (decode::find_kernel(cache) == nullptr) return false;
+  const int num_sms = device_facts(device).num_sms;
+  const size_t bytes = decode::workspace_size(cache, num_sms);
+  const c10::DataPtr workspace = bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : c10::DataPtr();
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device.index());
+  decode::paged_decode(cache, workspace.get(), num_sms, stream.stream());
+  return true;
+}
+
 // A call with a kind that has kernels.
 void launch(const AttentionParams& params, at::Device device) {
   if (params.len_q == 0) return;
@@ -139,7 +154,7 @@ void CudaBackend::run(Call& call) {
       return sorted.finish();
     }
     default:
-      return launch(call.params, device);
+      if (!launch_decode(call.params, device)) launch(call.params, device);
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "binding/arguments.h"
 #include "binding/build.h"
+#include "binding/few_queries.h"
 #include "binding/ops.h"
 #include "binding/paged_module.h"
 #include "binding/tile_counts.h"
@@ -19,6 +20,7 @@
 
 #ifdef FLASHMSA_WITH_CUDA
 #include "bwd/backward.h"
+#include "decode/decode.h"
 #include "fwd/forward.h"
 #endif
 
@@ -222,6 +224,8 @@ py::dict describe(const fwd::KernelInfo& kernel) {
   d["mask"] = mask_name(kernel.mask);
   d["softcap"] = kernel.softcap;
   d["alibi"] = kernel.alibi;
+  d["dropout"] = kernel.dropout;
+  d["general"] = kernel.general;
   d["dtype"] = dtype_name(kernel.dtype);
   d["head_dim_bucket"] = kernel.head_dim_bucket;
   d["block_q"] = kernel.block_q;
@@ -238,10 +242,8 @@ py::dict describe(const fwd::KernelInfo& kernel) {
 py::dict describe(const bwd::KernelInfo& kernel) {
   py::dict d;
   d["name"] = kernel.name;
-  d["mask"] = mask_name(kernel.mask);
-  d["softcap"] = kernel.softcap;
-  d["alibi"] = kernel.alibi;
   d["dropout"] = kernel.dropout;
+  d["general"] = kernel.general;
   d["dtype"] = dtype_name(kernel.dtype);
   d["head_dim_bucket"] = kernel.head_dim_bucket;
   d["block_q"] = kernel.block_q;
@@ -261,12 +263,24 @@ py::list kernels() {
   return list;
 }
 
+py::list backward_kernels() {
+  py::list list;
+#ifdef FLASHMSA_WITH_CUDA
+  for (const bwd::KernelInfo& kernel : bwd::kernels()) list.append(describe(kernel));
+#endif
+  return list;
+}
+
 py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v, bool softcap,
                        bool alibi, bool dropout, bool backward) {
 #ifdef FLASHMSA_WITH_CUDA
   BackwardParams call;
   AttentionParams& params = call.forward;
   params.mask.kind = kernel_kind(static_cast<MaskKind>(mask));
+  // What lowering does beside that, as far as dropout asks: it strides tokens, or sorts them.
+  const int32_t some_order = 0;
+  if (static_cast<MaskKind>(mask) == MaskKind::kDilated) params.token_step = 2;
+  if (static_cast<MaskKind>(mask) == MaskKind::kHash) params.mask.q_order = params.mask.kv_order = &some_order;
   params.softcap = softcap ? 1.0 : 0.0;
   const float some_slope = 0.0f;
   if (alibi) params.alibi_slopes = &some_slope;
@@ -285,9 +299,42 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
   return py::none();
 }
 
+// `from_start`: positions, which ALiBi counts from. Of calls without documents, given runs or blocks.
+py::object few_queries_kernel(int64_t mask, at::ScalarType dtype, int32_t batch, int32_t heads_q, int32_t heads_kv,
+                              int32_t len_q, int32_t len_kv, int32_t head_dim, int32_t head_dim_v, bool alibi,
+                              bool from_start) {
+  AttentionParams params;
+  params.mask.kind = static_cast<MaskKind>(mask);
+  params.mask.positions_top_left = from_start;
+  params.dtype = core_dtype(dtype);
+  params.batch = batch;
+  params.heads_q = heads_q;
+  params.heads_kv = heads_kv;
+  params.len_q = len_q;
+  params.len_kv = len_kv;
+  params.head_dim = head_dim;
+  params.head_dim_v = head_dim_v;
+  const float some_slope = 0.0f;
+  if (alibi) params.alibi_slopes = &some_slope;
+  if (!has_few_queries(params)) return py::none();
+#ifdef FLASHMSA_WITH_CUDA
+  const decode::KernelInfo* kernel = decode::find_kernel(as_cache(params));
+  if (kernel != nullptr) {
+    py::dict d;
+    d["name"] = kernel->name;
+    d["head_dim_bucket"] = kernel->head_dim_bucket;
+    d["block_kv"] = kernel->block_kv;
+    d["threads"] = kernel->threads;
+    d["shared_memory"] = kernel->shared_memory;
+    return d;
+  }
+#endif
+  return py::none();
+}
+
 py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const std::vector<at::Tensor>& mask_tensors,
                      int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv,
-                     std::optional<int32_t> heads_kv) {
+                     std::optional<int32_t> heads_kv, bool dropout) {
   check_mask<int64_t>(
       mask, mask_ints, mask_tensors, at::kCPU,
       {int64_t{batch}, int64_t{heads_q}, int64_t{heads_kv.value_or(heads_q)}, int64_t{len_q}, int64_t{len_kv}});
@@ -304,6 +351,7 @@ py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const 
   params.len_q = len_q;
   params.len_kv = len_kv;
   params.mask = make_mask(mask, mask_ints, mask_tensors, heads_q, held);
+  params.dropout_p = dropout ? 0.5 : 0.0;
   const TileCounts counts = count_tiles(params, block_q, block_kv);
   py::dict d;
   d["full"] = counts.full;
@@ -321,15 +369,22 @@ PYBIND11_MODULE(_C, m) {
   define_paged(m);
   m.def("build_info", &build_info,
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
-  m.def("kernels", &kernels, "Every compiled sm_90a kernel, as dicts.");
+  m.def("kernels", &kernels, "Every compiled sm_90a forward kernel, as dicts.");
+  m.def("backward_kernels", &backward_kernels, "Every compiled sm_90a backward kernel, as dicts.");
   m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
         py::arg("dropout") = false, py::arg("backward") = false,
         "The kernel for a mask kind, dtype, head dims and options, or None.");
+  m.def("few_queries_kernel", torch::wrap_pybind_function(&few_queries_kernel), py::arg("mask"), py::arg("dtype"),
+        py::arg("batch"), py::arg("heads_q"), py::arg("heads_kv"), py::arg("len_q"), py::arg("len_kv"),
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("alibi") = false, py::arg("from_start") = false,
+        "The decode kernel that runs a call of so few queries, without documents and dropout, in place of the kernel "
+        "that find_kernel gives; None where that one runs it.");
   m.def("tile_counts", torch::wrap_pybind_function(&tile_counts), py::arg("mask"), py::arg("mask_ints"),
         py::arg("mask_tensors"), py::arg("batch"), py::arg("heads_q"), py::arg("len_q"), py::arg("len_kv"),
-        py::arg("block_q"), py::arg("block_kv"), py::arg("heads_kv") = py::none(),
-        "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads.");
+        py::arg("block_q"), py::arg("block_kv"), py::arg("heads_kv") = py::none(), py::arg("dropout") = false,
+        "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads. "
+        "dropout: as the kernels that drop weights lay them.");
 }
 
 }  // namespace flashmsa::binding

@@ -37,7 +37,11 @@ py::list paged_kernels() {
   py::list list;
 #ifdef FLASHMSA_WITH_CUDA
   for (const decode::KernelInfo& kernel : decode::kernels()) list.append(describe(kernel, "decode"));
-  for (const prefill::KernelInfo& kernel : prefill::kernels()) list.append(describe(kernel, "prefill"));
+  for (const prefill::KernelInfo& kernel : prefill::kernels()) {
+    py::dict d = describe(kernel, "prefill");
+    d["block_q"] = kernel.block_q;
+    list.append(d);
+  }
 #endif
   return list;
 }

@@ -65,7 +65,11 @@ bool differs_by_head(const MaskArgs& m) {
 
 template <class Mask>
 TileCounts count_tiles(const AttentionParams& p, int32_t block_q, int32_t block_kv) {
-  const typename Mask::Params params = Mask::make_params(p);
+  typename Mask::Params params = Mask::make_params(p);
+  if constexpr (Mask::kKind == MaskKind::kComposite) {
+    // As the kernels that drop weights lay them: see fwd/launch.cuh.
+    if (p.dropout_p > 0) params.from_begin = false;
+  }
   const int32_t heads = differs_by_head<Mask>(p.mask) ? p.heads_q : 1;
   TileCounts counts;
   for (int32_t slice = 0; slice < p.batch * heads; ++slice) {
@@ -91,6 +95,9 @@ TileCounts count_tiles(const AttentionParams& p, int32_t block_q, int32_t block_
 }  // namespace
 
 TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv) {
+  // Weights are dropped by the composite mask's kernels.
+  const bool simple = params.mask.kind < MaskKind::kComposite;
+  if (params.dropout_p > 0 && simple) return count_tiles<mask::Composite>(params, block_q, block_kv);
   switch (params.mask.kind) {
     case MaskKind::kDilated: {
       TileCounts sum;

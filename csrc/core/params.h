@@ -128,6 +128,12 @@ struct AttentionParams {
   MaskArgs mask;
 };
 
+// Whether rows and keys are the caller's queries and keys, by which draws are keyed.
+constexpr bool draws_in_order(const AttentionParams& p) {
+  return p.mask.q_order == nullptr && p.mask.kv_order == nullptr && p.residues == 1 && p.token_step == 1 &&
+         p.first_query == 0 && p.first_key == 0;
+}
+
 // The gradients of one call. `forward` holds what went in, and `out` and `lse` as they came out (both are read; lse is
 // never null).
 struct BackwardParams {

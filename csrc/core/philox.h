@@ -55,8 +55,8 @@ struct Dropout {
   FLASHMSA_HD static constexpr uint32_t draw(const PhiloxBlock& block, uint32_t i, uint32_t j) {
     // NOTE: selected, because an index would put the words into local memory.
     const bool further = j % 16 >= 8;
-    const uint32_t word = i % 16 < 8 ? (further ? block.word[1] : block.word[0])
-                                     : (further ? block.word[3] : block.word[2]);
+    const uint32_t word =
+        i % 16 < 8 ? (further ? block.word[1] : block.word[0]) : (further ? block.word[3] : block.word[2]);
     return word >> (j % 2 * 16) & 0xFFFFu;
   }
 

@@ -36,6 +36,10 @@ using ListConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
 using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 
+// Keys on pages: whoever loads needs more registers.
+template <class Element>
+using PageConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 56, 224>;
+
 // With a soft cap, and lists with ALiBi: kernels that need more registers.
 template <class Element>
 using CapConfig64 = ListConfig64<Element>;
@@ -43,6 +47,20 @@ template <class Element>
 using CapConfig128 = Config128<Element>;
 template <class Element>
 using CapConfig256 = Config<Element, 256, 128, 32, 4, false, 1, 128, 40, 232>;
+
+// With dropout; General: and with whatever else a call wants.
+template <class Element>
+using DropConfig64 = ListConfig64<Element>;
+template <class Element>
+using DropConfig128 = Config<Element, 128, 128, 128, 2, false, 2, 128, 40, 232>;
+template <class Element>
+using DropConfig256 = Config256<Element>;
+template <class Element>
+using GeneralConfig64 = ListConfig64<Element>;
+template <class Element>
+using GeneralConfig128 = Config<Element, 128, 128, 64, 4, true, 1, 128, 40, 232>;
+template <class Element>
+using GeneralConfig256 = CapConfig256<Element>;
 
 constexpr int32_t bucket_of(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 

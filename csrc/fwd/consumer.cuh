@@ -1,6 +1,7 @@
 // The consumers: each warpgroup owns 64 rows of a tile and turns key blocks into O.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/masking.cuh"
 #include "attn/slow_rows.cuh"
@@ -66,7 +67,7 @@ struct Consumer {
   }
 
   // The same of the tensor.
-  __device__ __forceinline__ int32_t first_row() const { return work().entry.row_block * Config::kBlockQ + warp_row(); }
+  __device__ __forceinline__ int32_t first_row() const { return work().first_row() + warp_row(); }
 
   // A value that is the same in all lanes, made known as such. PERF: what decides loops and ring positions must be, or
   // descriptors leave the uniform registers and every wgmma waits for two moves (d128 dense: -12 %).
@@ -171,11 +172,17 @@ struct Consumer {
   __device__ __forceinline__ void release_k() { release(shared.empty_k[S::KvRing::stage(key_blocks)]); }
   __device__ __forceinline__ void release_v() { release(shared.empty_v[S::KvRing::stage(key_blocks - 1)]); }
 
+  // Bits of the weights that are kept.
+  using Kept = std::conditional_t<Score::kDropout, attn::KeptBits<kScores>, attn::AllKept>;
+
   // What lives for one tile beside the numbers: its rows' keys, and with ALiBi their places.
   struct Rows {
     typename Mask::Row keys[2];
     int32_t position[Score::kAlibi ? 2 : 1];
     float slope;
+    // Dropout in the caller's order
+    std::conditional_t<Score::kDropout && !Score::kGeneral, Dropout, attn::NoRowDraws> dropout;
+    int32_t first_row;  // this thread's
   };
 
   __device__ __forceinline__ Rows make_rows() const {
@@ -184,12 +191,46 @@ struct Consumer {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
-      const int32_t row = min_of(first_row() + lane() / 4 + 8 * slot, params.len_q - 1);
+      const int32_t row = min_of(first_row() + lane() / 4 + 8 * slot, tile.end_row(params) - 1);
       rows.keys[slot] = Mask::row(params.mask, tile.entry.block, row);
       if constexpr (Score::kAlibi) rows.position[slot] = Mask::position(params.mask, tile.entry.block, row);
     }
-    if constexpr (Score::kAlibi) rows.slope = alibi_slope(tile);
+    if constexpr (Score::kAlibi) {
+      rows.slope = 0.0f;
+      if (!Score::kGeneral || params.alibi_slopes != nullptr) rows.slope = alibi_slope(tile);
+    }
+    if constexpr (Score::kDropout && !Score::kGeneral) {
+      rows.dropout = draws(tile).dropout;
+      // PERF: known to be the same in all lanes they lie in uniform registers.
+      rows.dropout.key0 = uniform(rows.dropout.key0);
+      rows.dropout.key1 = uniform(rows.dropout.key1);
+      rows.dropout.slice = uniform(rows.dropout.slice);
+      rows.dropout.offset = uniform(rows.dropout.offset);
+      rows.first_row = first_row() + lane() / 4;
+    }
     return rows;
+  }
+
+  __device__ __forceinline__ attn::SequenceDraws<Score::kGeneral> draws(const TileWork<Mask, Config>& tile) const {
+    return {params.dropout, tile.queries(), tile.kv_head};
+  }
+
+  // Which weights of a key block dropout keeps.
+  // PERF: while the block's S is on its way, as the bits it leaves are few. What it needs is read again each time: the
+  // registers are all in use.
+  __device__ __forceinline__ Kept draw(const KeyBlock& block, const Rows& rows) const {
+    if constexpr (!Score::kDropout) {
+      return {};
+    } else {
+      if constexpr (!Score::kGeneral) {
+        return attn::draw_in_order<kScores>(params.dropout, rows.dropout, rows.first_row, block.first_key);
+      } else {
+        const attn::SequenceDraws<true> head = draws(work());
+        const int32_t row = first_row() + lane() / 4;
+        if (!params.dropout.in_order) return attn::draw_one_by_one<kScores>(head, row, block.first_key);
+        return attn::draw_in_order<kScores>(params.dropout, head.dropout, row, block.first_key);
+      }
+    }
   }
 
   // In units of S.
@@ -209,7 +250,9 @@ struct Consumer {
 
   // Softcap and ALiBi.
   __device__ __forceinline__ void modify_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
-    if constexpr (Score::kSoftcap) attn::apply_softcap(x.s, params.cap);
+    if constexpr (Score::kSoftcap) {
+      if (!Score::kGeneral || params.cap.used()) attn::apply_softcap(x.s, params.cap);
+    }
     if constexpr (Score::kAlibi) {
       attn::apply_alibi(x.s, rows.slope, rows.position, block.first_key, thread());
     }
@@ -217,6 +260,8 @@ struct Consumer {
 
   // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
   __device__ __forceinline__ void mask_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
+    if constexpr (kScattered<Mask>)
+      return attn::apply_groups(x.s, rows.keys, shared.key_groups.of(block.detail), thread());
     const int32_t first_key = block.first_key;
     const int32_t end_key = first_key + Config::kBlockKv;
     const mask::Interval keys[2] = {mask::main_run(rows.keys[0]), mask::main_run(rows.keys[1])};
@@ -259,11 +304,11 @@ struct Consumer {
   }
 
   // The first key block, whose S is here: softmax, P. O is still empty.
-  __device__ __forceinline__ void first_block(Scores& x, Output& y) {
+  __device__ __forceinline__ void first_block(Scores& x, Output& y, const Kept& kept) {
     float factor[2];
     y.softmax = attn::OnlineSoftmax();
     y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept);
     // NOTE: only now: O would otherwise hold its registers through the softmax.
 #pragma unroll
     for (int e = 0; e < kOutputs; ++e) y.o[e] = 0.0f;
@@ -279,6 +324,8 @@ struct Consumer {
     wait_k();  // 1
     if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
     issue_scores(x);
+    // PERF: before P V, whose issue takes as long as the tensor core needs to get to its last step: P is in registers.
+    const Kept kept = draw(block, rows);
     issue_output(y);
 
     sm90::wgmma_wait<1>();  // 2
@@ -306,7 +353,7 @@ struct Consumer {
       attn::scale_rows(y.o, factor);
     }
 
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);  // 4
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept);  // 4
   }
 
   // All key blocks of the tile: partial ones first, then full ones without a test. Leaves the last P V to do.
@@ -327,9 +374,13 @@ struct Consumer {
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
     const auto origin = [&] { return Mask::origin(params.mask, work().entry.block); };
     const int32_t copied_origin = kCopied ? origin() : 0;
+    [[maybe_unused]] const uint32_t step_0 = key_blocks - step;
     const auto block_of = [&](int32_t step) {
+      if constexpr (kScattered<Mask>) return KeyBlock{0, static_cast<int32_t>(step_0 + step)};
       return KeyBlock{(kCopied ? copied_origin : origin()) + tiles.visit(step) * Config::kBlockKv, 0};
     };
+
+    const Kept kept = draw(block, rows);
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);
@@ -339,7 +390,10 @@ struct Consumer {
     if constexpr (!kNeedsKeyBlocks<Mask, Score>) block = block_of(step);
     if constexpr (!Score::kPlain) modify_scores(x, block, rows);
     if (step < partial) mask_scores(x, block, rows);
-    first_block(x, y);
+    first_block(x, y, kept);
+    if constexpr (kPaged<Mask>) {
+      if (step < partial) clear_unused(block);
+    }
     ++step;
 #pragma unroll 1
     for (; step < partial; ++step) next_block<true>(x, y, block_of(step), rows);
@@ -354,13 +408,53 @@ struct Consumer {
   __device__ __forceinline__ float& lse_of(int32_t row) const {
     const TileWork<Mask, Config>& tile = work();
     return params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head +
-                      tile.residue * params.lse_stride_residue + row * params.lse_stride_seq];
+                      tile.residue * params.lse_stride_residue + (tile.sequence_row() + row) * params.lse_stride_seq];
   }
 
   // The sink of the tile's head in the exponent's units; -inf: none.
   __device__ __forceinline__ float sink() const {
     constexpr float kLog2E = 1.44269504088896341f;
     return params.sinks == nullptr ? attn::kNegativeInfinity : params.sinks[work().head] * kLog2E;
+  }
+
+  // Rows of V that are none, in the page where the length ends: zeros, because whatever lies there times P = 0 may be NaN.
+  // Of the blocks that a warpgroup attends to they are in the first. Pages behind the length came as zeros.
+  // SYNC: for this warpgroup alone; another one may write the same zeros.
+  __device__ __forceinline__ void clear_unused(const KeyBlock& block) {
+    using VTile = typename S::VTile;
+    constexpr int32_t kChunks = Config::kHeadDim / 8;
+    int32_t first_key = block.first_key;
+    const auto& place = work().entry.block;
+    if constexpr (kScattered<Mask>) {
+      first_key = shared.key_groups.of(block.detail)[Mask::first_row(params.mask, place) / 8];
+    }
+    const mask::Interval rows = Mask::unused_rows(params.mask, place, first_key);
+    if (rows.begin >= min_of(rows.end, Config::kBlockKv)) return;
+    const uint32_t stage = S::KvRing::stage(key_blocks - 1);
+    shared.full_v[stage].wait(S::KvRing::full_parity(key_blocks - 1));
+#pragma unroll 1
+    for (int32_t i = rows.begin * kChunks + thread(); i < rows.end * kChunks; i += sm90::kWarpgroupThreads) {
+      *reinterpret_cast<uint4*>(shared.v[stage] + VTile::chunk_offset(i / kChunks, i % kChunks)) = uint4{0, 0, 0, 0};
+    }
+    sm90::fence_async_proxy();
+    sm90::bar_sync(1 + warpgroup, sm90::kWarpgroupThreads);
+  }
+
+  // Of the warp's staged rows those that the tile has, one by one: the box would reach into the next sequence.
+  __device__ __forceinline__ void store_few(int32_t first_column) {
+    using OTile = typename S::OTile;
+    constexpr int32_t kChunks = Config::kOColumns / 8;
+    const TileWork<Mask, Config>& tile = work();
+    const int32_t first_row = this->first_row();
+    const int32_t rows = tile.end_row(params) - first_row;
+#pragma unroll 1
+    for (int32_t i = lane(); i < rows * kChunks; i += 32) {
+      const int32_t row = i / kChunks, column = first_column + i % kChunks * 8;
+      if (column >= params.head_dim_v) continue;
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tile.sequence_row() + first_row + row);
+      *reinterpret_cast<uint4*>(out_row + column) =
+          *reinterpret_cast<const uint4*>(shared.o + OTile::chunk_offset(warp_row() + row, i % kChunks));
+    }
   }
 
   // O by way of shared memory, normalised and rounded, 16 rows a warp; lse straight to memory.
@@ -372,6 +466,10 @@ struct Consumer {
     const uint32_t staging = static_cast<uint32_t>(__cvta_generic_to_shared(shared.o));
     float inverse[2], lse[2];
     y.softmax.finish(inverse, lse, sink());
+    if constexpr (Score::kDropout) {
+      inverse[0] *= params.dropout.keep_scale;
+      inverse[1] *= params.dropout.keep_scale;
+    }
     attn::scale_rows(y.o, inverse);
 #pragma unroll
     for (int pass = 0; pass < kOutputs / kPass; ++pass) {
@@ -381,23 +479,41 @@ struct Consumer {
       attn::stage_rows<Element, OTile, kPass>(y.o, pass * kPass, staging, warp_row());
       sm90::fence_async_proxy();
       __syncwarp();
-      if (lane() == 0 && first_row < params.len_q) {
+      if constexpr (kPaged<Mask>) {
+        if (first_row + sm90::kWarpRows > tile.end_row(params)) {
+          store_few(pass * Config::kOColumns);
+          continue;
+        }
+      }
+      if (lane() == 0 && first_row < tile.end_row(params)) {
         sm90::store_rows<OTile, kMapRank<Mask>>(params.out, shared.o + warp_row() * sm90::kSwizzleRowBytes,
-                                                pass * Config::kOColumns, first_row, tile.queries());
+                                                pass * Config::kOColumns, tile.sequence_row() + first_row,
+                                                tile.queries());
       }
     }
     if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int32_t row = first_row + lane() / 4 + 8 * slot;
-        if (row < params.len_q) lse_of(row) = lse[slot];
+        if (row < tile.end_row(params)) lse_of(row) = lse[slot];
       }
     }
   }
 
+  // Where K and V of the tile's keys lie.
+  __device__ __forceinline__ auto key_rows(const TileWork<Mask, Config>& tile) const {
+    if constexpr (kPaged<Mask>) {
+      return Mask::template key_rows<Element>(params.mask, tile.entry.block, tile.kv_head);
+    } else {
+      return attn::StridedRows<Element>{attn::row_of<Element>(params.k_rows, tile.keys(), 0),
+                                        attn::row_of<Element>(params.v_rows, tile.keys(), 0), params.k_rows.stride_seq,
+                                        params.v_rows.stride_seq};
+    }
+  }
+
   // All keys that a row may see, run by run.
-  __device__ __forceinline__ void attend_slowly(attn::SlowRow<Element, Score>& slow, const TileWork<Mask, Config>& tile,
-                                                int32_t row) {
+  template <class SlowRow>
+  __device__ __forceinline__ void attend_slowly(SlowRow& slow, const TileWork<Mask, Config>& tile, int32_t row) {
     const typename Mask::Row keys = Mask::row(params.mask, tile.entry.block, row);
     const mask::Interval runs[2] = {mask::main_run(keys), mask::first_run(keys)};
     if constexpr (Mask::kListed) {
@@ -415,9 +531,24 @@ struct Consumer {
                       bits, first_key);
         }
       }
+    } else if constexpr (kScattered<Mask>) {
+      Mask::visit_pages(params.mask, tile.entry.block, [&](mask::Interval page) {
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+          slow.attend({max_of(runs[run].begin, page.begin), min_of(runs[run].end, page.end)});
+        }
+      });
     } else {
 #pragma unroll
       for (int run = 0; run < 2; ++run) slow.attend(runs[run]);
+    }
+  }
+
+  __device__ __forceinline__ auto row_draws(const TileWork<Mask, Config>& tile, int32_t row) const {
+    if constexpr (Score::kDropout) {
+      return attn::RowDraws<Score::kGeneral>(draws(tile), row);
+    } else {
+      return attn::NoRowDraws{};
     }
   }
 
@@ -425,26 +556,26 @@ struct Consumer {
   __device__ __forceinline__ void store_slowly() {
     const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
-    const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
+    const int32_t end_row = min_of(first_row + sm90::kWarpRows, tile.end_row(params));
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      attn::SlowRow<Element, Score> slow = {attn::row_of<Element>(params.q_rows, tile.queries(), row),
-                                            attn::row_of<Element>(params.k_rows, tile.keys(), 0),
-                                            attn::row_of<Element>(params.v_rows, tile.keys(), 0),
-                                            params.k_rows.stride_seq,
-                                            params.v_rows.stride_seq,
-                                            params.head_dim,
-                                            params.head_dim_v,
-                                            params.scale_log2,
-                                            params.cap,
-                                            0.0f,
-                                            0};
+      const int32_t tensor_row = tile.sequence_row() + row;
+      attn::SlowRow<Element, Score, decltype(key_rows(tile))> slow = {
+          attn::row_of<Element>(params.q_rows, tile.queries(), tensor_row),
+          key_rows(tile),
+          params.head_dim,
+          params.head_dim_v,
+          params.scale_log2,
+          params.cap,
+          0.0f,
+          0,
+          row_draws(tile, row)};
       if constexpr (Score::kAlibi) {
-        slow.alibi_slope = alibi_slope(tile);
+        if (!Score::kGeneral || params.alibi_slopes != nullptr) slow.alibi_slope = alibi_slope(tile);
         slow.position = Mask::position(params.mask, tile.entry.block, row);
       }
       attend_slowly(slow, tile, row);
-      const float lse = slow.store(attn::row_of<Element>(params.out_rows, tile.queries(), row), sink());
+      const float lse = slow.store(attn::row_of<Element>(params.out_rows, tile.queries(), tensor_row), sink());
       if (params.lse != nullptr && lane() == 0) lse_of(row) = lse;
     }
   }
@@ -453,13 +584,15 @@ struct Consumer {
   __device__ __forceinline__ void store_empty() {
     const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
-    const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
+    const int32_t end_row = min_of(first_row + sm90::kWarpRows, tile.end_row(params));
+    bool has_sink = params.sinks != nullptr;
+    if constexpr (kPaged<Mask>) has_sink = has_sink && tile.entry.block.owned;
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), row);
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tile.sequence_row() + row);
       if (lane() * 8 < params.head_dim_v) *reinterpret_cast<uint4*>(out_row + lane() * 8) = uint4{0, 0, 0, 0};
       if (params.lse != nullptr && lane() == 0)
-        lse_of(row) = params.sinks == nullptr ? attn::kNegativeInfinity : params.sinks[tile.head];
+        lse_of(row) = has_sink ? params.sinks[tile.head] : attn::kNegativeInfinity;
     }
   }
 

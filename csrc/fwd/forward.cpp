@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "core/philox.h"
 #include "fwd/config.h"
 #include "fwd/table.h"
 
@@ -14,7 +15,9 @@ const std::vector<KernelEntry>& table() {
     for (const auto& part :
          {entries_d64_bf16(), entries_d64_fp16(), entries_d128_bf16(), entries_d128_fp16(), entries_d256_bf16(),
           entries_d256_fp16(), score_entries_d64_bf16(), score_entries_d64_fp16(), score_entries_d128_bf16(),
-          score_entries_d128_fp16(), score_entries_d256_bf16(), score_entries_d256_fp16()}) {
+          score_entries_d128_fp16(), score_entries_d256_bf16(), score_entries_d256_fp16(), dropout_entries_d64_bf16(),
+          dropout_entries_d64_fp16(), dropout_entries_d128_bf16(), dropout_entries_d128_fp16(),
+          dropout_entries_d256_bf16(), dropout_entries_d256_fp16()}) {
       all.insert(all.end(), part.begin(), part.end());
     }
     return all;
@@ -23,17 +26,21 @@ const std::vector<KernelEntry>& table() {
 }
 
 const KernelEntry* find(const AttentionParams& params) {
-  // None of these kernels drops weights.
-  if (params.dropout_p > 0) return nullptr;
   const int32_t bucket = bucket_of(max_of(params.head_dim, params.head_dim_v));
   const bool softcap = params.softcap > 0, alibi = params.alibi_slopes != nullptr;
+  // So unlikely that no draw is dropped: the same as none.
+  const bool dropout = dropout_threshold(params.dropout_p) > 0;
+  const bool list = params.mask.kind == MaskKind::kBlockSparse;
+  const bool general = dropout && (list || softcap || alibi || !draws_in_order(params));
   MaskKind kind = params.mask.kind;
-  if ((softcap || alibi) && kind != MaskKind::kBlockSparse) kind = MaskKind::kComposite;
+  if ((softcap || alibi || dropout) && !list) kind = MaskKind::kComposite;
+  const auto serves = [&](const KernelInfo& info) {
+    const bool options = info.softcap == softcap && info.alibi == alibi && info.dropout == dropout;
+    return info.mask == kind && info.general == general && (general || options) && info.dtype == params.dtype &&
+           info.head_dim_bucket == bucket;
+  };
   for (const KernelEntry& entry : table()) {
-    if (entry.info.mask == kind && entry.info.softcap == softcap && entry.info.alibi == alibi &&
-        entry.info.dtype == params.dtype && entry.info.head_dim_bucket == bucket) {
-      return &entry;
-    }
+    if (serves(entry.info)) return &entry;
   }
   return nullptr;
 }

@@ -82,6 +82,10 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.v_rows = p.v;
   params.out_rows = p.out;
   params.mask = Mask::make_params(p);
+  if constexpr (Mask::kKind == MaskKind::kComposite) {
+    // Dropout draws for tiles that begin at multiples of 16.
+    if (p.dropout_p > 0) params.mask.from_begin = false;
+  }
   params.order = grid.order;
   char* space = static_cast<char*>(workspace);
   params.tile_counter = grid.counter ? reinterpret_cast<int32_t*>(space) : nullptr;
@@ -106,6 +110,7 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.alibi_slopes = p.alibi_slopes;
   params.alibi_stride_batch = p.alibi_stride_batch;
   params.alibi_factor = std::min(static_cast<float>(p.alibi_step / p.scale), std::numeric_limits<float>::max());
+  params.dropout = attn::make_dropout_params(p);
   return params;
 }
 
@@ -166,12 +171,13 @@ template <class Mask, class Config, class Score>
 KernelEntry make_entry() {
   constexpr DType kDType = kDTypeOf<typename Config::Element>;
   KernelInfo info;
-  info.name = std::string("fwd_") + Mask::kName + (Score::kSoftcap ? "_softcap" : "") +
-              (Score::kAlibi ? "_alibi" : "") + "_d" + std::to_string(Config::kHeadDim) +
+  info.name = std::string("fwd_") + Mask::kName + Score::kName + "_d" + std::to_string(Config::kHeadDim) +
               (kDType == DType::kF16 ? "_fp16" : "_bf16");
   info.mask = Mask::kKind;
   info.softcap = Score::kSoftcap;
   info.alibi = Score::kAlibi;
+  info.dropout = Score::kDropout;
+  info.general = Score::kGeneral;
   info.dtype = kDType;
   info.head_dim_bucket = Config::kHeadDim;
   info.block_q = Config::kBlockQ;
@@ -206,6 +212,16 @@ std::vector<KernelEntry> make_score_entries() {
       make_entry<BlockSparse, CapConfig, attn::Score<true, false>>(),
       make_entry<BlockSparse, CapConfig, attn::Score<false, true>>(),
       make_entry<BlockSparse, CapConfig, attn::Score<true, true>>(),
+  };
+}
+
+// Dropout: in the caller's order alone, and of everything. GeneralConfig: for all that the latter may have to do.
+template <class Config, class GeneralConfig>
+std::vector<KernelEntry> make_dropout_entries() {
+  return {
+      make_entry<mask::Composite, Config, attn::Dropping>(),
+      make_entry<mask::Composite, GeneralConfig, attn::General>(),
+      make_entry<mask::BlockSparse, GeneralConfig, attn::General>(),
   };
 }
 

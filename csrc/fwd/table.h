@@ -29,5 +29,11 @@ std::vector<KernelEntry> score_entries_d128_bf16();
 std::vector<KernelEntry> score_entries_d128_fp16();
 std::vector<KernelEntry> score_entries_d256_bf16();
 std::vector<KernelEntry> score_entries_d256_fp16();
+std::vector<KernelEntry> dropout_entries_d64_bf16();
+std::vector<KernelEntry> dropout_entries_d64_fp16();
+std::vector<KernelEntry> dropout_entries_d128_bf16();
+std::vector<KernelEntry> dropout_entries_d128_fp16();
+std::vector<KernelEntry> dropout_entries_d256_bf16();
+std::vector<KernelEntry> dropout_entries_d256_fp16();
 
 }  // namespace flashmsa::fwd

@@ -16,6 +16,7 @@ from .base import ALIGNMENTS, BLOCK_SPARSE, COMPOSITE, UNBOUNDED, Band, Interval
 DOCUMENTS, KV_USED, PREFIX_BR, PREFIX_TL, LOCAL_PREFIX_BR, LOCAL_PREFIX_TL, PER_DOCUMENT, TOP_LEFT = (
     1 << n for n in range(8)
 )
+COMPOSITE_FLAGS = 18  # their place among the ints
 _ANY = Interval()
 
 

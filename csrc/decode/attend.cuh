@@ -1,0 +1,326 @@
+// One warp's attention: 16 rows, a chunk of keys at a time.
+#pragma once
+
+#include "attn/epilogue.cuh"
+#include "attn/softmax.cuh"
+#include "decode/loader.cuh"
+#include "sm90/fragment.h"
+#include "sm90/matrix.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/registers.cuh"
+
+namespace flashmsa::decode {
+
+// Bits of a pair of elements: their exponents, and what carries out of one that is all ones.
+template <class Element>
+inline constexpr uint32_t kExponents = 0x7F807F80;
+template <>
+inline constexpr uint32_t kExponents<__half> = 0x7C007C00;
+template <class Element>
+inline constexpr uint32_t kLowestExponents = 0x00800080;
+template <>
+inline constexpr uint32_t kLowestExponents<__half> = 0x04000400;
+
+template <class Element>
+__device__ __forceinline__ uint32_t nonfinite(uint32_t pair) {
+  return (pair & kExponents<Element>)+kLowestExponents<Element> & 0x80008000;
+}
+
+__device__ __forceinline__ float2 unpack_pair(uint32_t bits, __nv_bfloat16) {
+  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000)};
+}
+__device__ __forceinline__ float2 unpack_pair(uint32_t bits, __half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+}
+
+template <class Config>
+struct Attention {
+  using Element = typename Config::Element;
+  static constexpr int32_t kHeadDim = Config::kHeadDim;
+  static constexpr int32_t kChunk = Config::kChunk;
+  static constexpr int32_t kGroups = kHeadDim / 64;
+
+  const KernelParams& p;
+  Shared<Config>& shared;
+  const int32_t first_row;  // of this warp's tile, in the CTA's rows
+  const ChunkLayout<Config> layout;
+
+  uint32_t q[Config::kQInRegisters ? kHeadDim / 16 : 1][4];
+  float o[kHeadDim / 2];
+  attn::OnlineSoftmax softmax;
+  mask::Interval whole;         // keys that all of the rows see
+  mask::Interval whole_chunks;  // numbers of chunks that are among them; not with selected pages
+
+  __device__ __forceinline__ Attention(const KernelParams& params, Shared<Config>& shared_memory, int32_t row_tile)
+      : p(params), shared(shared_memory), first_row(row_tile * kTileRows), layout{params.piece_log2} {}
+
+  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
+
+  // ---- A part's beginning ---------------------------------------------------------------------------------------------
+
+  // group_row: of the CTA's first row among the kv head's.
+  __device__ __forceinline__ void load_queries(const Sequence& s, int32_t head, int32_t group_row) {
+    const uint32_t* rows[2];
+    bool valid[2];
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int32_t row = group_row + first_row + lane() / 4 + 8 * slot;
+      const int32_t i = row / p.q_heads_per_kv_head, h = row - i * p.q_heads_per_kv_head;
+      valid[slot] = i < s.queries;
+      const int64_t offset = valid[slot] ? s.batch * p.q.stride_batch +
+                                               (int64_t{head} * p.q_heads_per_kv_head + h) * p.q.stride_head +
+                                               (int64_t{s.first_row} + i) * p.q.stride_seq
+                                         : 0;
+      rows[slot] = reinterpret_cast<const uint32_t*>(static_cast<const Element*>(p.q.data) + offset);
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      uint32_t a[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int32_t column = step * 16 + lane() % 4 * 2 + r / 2 * 8;
+        const bool inside = valid[r % 2] && column < p.head_dim;
+        a[r] = inside ? (__ldg(rows[r % 2] + column / 2) & p.q_keep) ^ p.q_flip : 0;
+      }
+      if constexpr (Config::kQInRegisters) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) q[step][r] = a[r];
+      } else {
+        q_slot(step) = {a[0], a[1], a[2], a[3]};
+      }
+    }
+  }
+
+  // Brings the queries of a sequence, of all tiles, to the L2; by the threads that attend. PERF: behind the chunks that are
+  // in flight they would take microseconds from memory.
+  __device__ __forceinline__ void prefetch_queries(const Sequence& s, int32_t head, int32_t group_row) const {
+    const int32_t row = group_row + static_cast<int32_t>(threadIdx.x) / 2;
+    const int32_t i = row / p.q_heads_per_kv_head, h = row - i * p.q_heads_per_kv_head;
+    if (i >= s.queries) return;
+    const Element* from = static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch +
+                          (int64_t{head} * p.q_heads_per_kv_head + h) * p.q.stride_head +
+                          (int64_t{s.first_row} + i) * p.q.stride_seq;
+    for (int32_t column = threadIdx.x % 2 * 64; column < p.head_dim; column += 128) sm90::prefetch_l2(from + column);
+  }
+
+  // After shared.keys is written.
+  __device__ __forceinline__ void begin_part(const Sequence& s) {
+#pragma unroll
+    for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.0f;
+    softmax = attn::OnlineSoftmax();
+    const int4 keys = shared.keys[first_row + lane() % kTileRows];
+    whole.begin = __reduce_max_sync(~0u, keys.z);
+    whole.end = __reduce_min_sync(~0u, keys.w);
+    if (p.tree_bits != nullptr) whole.end = min_of(whole.end, s.kv_len - s.queries);
+    whole_chunks = {0, 0};
+    if (p.selected != nullptr) return;
+    const int32_t shift = s.first_chunks - s.main_begin;
+    whole_chunks.begin = max_of(ceil_div(whole.begin, kChunk) + shift, s.first_chunks);
+    whole_chunks.end = whole.end / kChunk + shift;
+  }
+
+  // ---- A chunk --------------------------------------------------------------------------------------------------------
+
+  // The key that this lane stands for among the chunk's; kUnbounded: none.
+  __device__ __forceinline__ int32_t own_key(const Sequence& s, int32_t number) const {
+    if (p.selected == nullptr) return s.chunk(number) * kChunk + lane();
+    const int32_t key = number * kChunk + lane();
+    const int32_t listed = static_cast<int32_t>(static_cast<uint32_t>(key) / static_cast<uint32_t>(p.page_size));
+    if (listed >= s.pages) return kUnbounded;
+    const int32_t page = p.selected[int64_t{s.batch} * p.selected_stride + listed].x;
+    return page * p.page_size + key - listed * p.page_size;
+  }
+
+  __device__ __forceinline__ uint4& q_slot(int32_t step) const {
+    return reinterpret_cast<uint4(*)[32]>(shared.o[threadIdx.x / 32])[step][lane()];
+  }
+  __device__ __forceinline__ void q_fragment(int32_t step, uint32_t (&a)[4]) const {
+    if constexpr (Config::kQInRegisters) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a[r] = q[step][r];
+    } else {
+      const uint4 x = q_slot(step);
+      a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+    }
+  }
+
+  // S = Q K^T.
+  __device__ __forceinline__ void scores(float (&s)[kChunk / 2], uint32_t k) const {
+#pragma unroll
+    for (int e = 0; e < kChunk / 2; ++e) s[e] = 0.0f;
+    uint32_t rows[kChunk / 16];
+#pragma unroll
+    for (int n = 0; n < kChunk / 16; ++n) {
+      rows[n] = k + layout.rows(n * 16 + lane() / 16 * 8) + lane() % 8 * sm90::kSwizzleRowBytes +
+                sm90::swizzled_chunk(lane(), lane() / 8 % 2) * 16;
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (kGroups > 2 && group * 64 >= p.head_dim) break;
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        uint32_t a[4];
+        q_fragment(group * 4 + step, a);
+#pragma unroll
+        for (int n = 0; n < kChunk / 16; ++n) {
+          uint32_t b[4];
+          sm90::ldmatrix_x4(b, rows[n] ^ (step * 32));
+          sm90::mma_m16n8k16<Element>(s + 8 * n, a, b[0], b[1]);
+          sm90::mma_m16n8k16<Element>(s + 8 * n + 4, a, b[2], b[3]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kChunk / 16; ++n) rows[n] += layout.group_bytes();
+    }
+  }
+
+  // O += P V.
+  __device__ __forceinline__ void add_values(const uint32_t (&weights)[kChunk / 16][4], uint32_t v) {
+    uint32_t rows[kChunk / 16];
+#pragma unroll
+    for (int n = 0; n < kChunk / 16; ++n) {
+      rows[n] = v + layout.rows(n * 16 + lane() / 8 % 2 * 8) + lane() % 8 * sm90::kSwizzleRowBytes +
+                sm90::swizzled_chunk(lane(), lane() / 16) * 16;
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (kGroups > 2 && group * 64 >= p.head_dim_v) break;
+#pragma unroll
+      for (int n = 0; n < kChunk / 16; ++n) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          uint32_t b[4];
+          sm90::ldmatrix_x4_trans(b, rows[n] ^ (pair * 32));
+          float* target = o + group * 32 + pair * 8;
+          sm90::mma_m16n8k16<Element>(target, weights[n], b[0], b[1]);
+          sm90::mma_m16n8k16<Element>(target + 4, weights[n], b[2], b[3]);
+        }
+        rows[n] += layout.group_bytes();
+      }
+    }
+  }
+
+  // ALiBi and the mask. Returns for both rows of this thread which of its columns they see: bit = column.
+  __device__ __forceinline__ uint2 apply_rules(float (&s)[kChunk / 2], const Sequence& sequence, int32_t own,
+                                               bool masked) const {
+    const int32_t row[2] = {first_row + lane() / 4, first_row + lane() / 4 + 8};
+    uint32_t seen[2] = {0, 0};
+#pragma unroll
+    for (int pair = 0; pair < kChunk / 8; ++pair) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int32_t column = pair * 8 + lane() % 4 * 2 + c;
+        const int32_t key = __shfl_sync(~0u, own, column);
+#pragma unroll
+        for (int slot = 0; slot < 2; ++slot) {
+          float& x = s[pair * 4 + slot * 2 + c];
+          if (p.alibi_slopes != nullptr) {
+            const float2 alibi = shared.alibi[row[slot]];
+            x = fmaf(-alibi.x, fabsf(static_cast<float>(__float_as_int(alibi.y) - key)), x);
+          }
+          if (!masked) continue;
+          const bool sees = is_seen(sequence, row[slot], key);
+          seen[slot] |= static_cast<uint32_t>(sees) << column;
+          if (!sees) x = attn::kNegativeInfinity;
+        }
+      }
+    }
+    return {seen[0], seen[1]};
+  }
+
+  __device__ __forceinline__ bool is_seen(const Sequence& s, int32_t row, int32_t key) const {
+    const int4 keys = shared.keys[row];
+    const bool in_first = static_cast<uint32_t>(key - keys.x) < static_cast<uint32_t>(keys.y - keys.x);
+    const bool in_main = static_cast<uint32_t>(key - keys.z) < static_cast<uint32_t>(keys.w - keys.z);
+    if (p.tree_bits != nullptr) {
+      const int32_t bit = key - (s.kv_len - s.queries);
+      if (bit >= 0) return bit < s.queries && (shared.tree[row] >> bit & 1u) != 0;
+    }
+    return in_first || in_main;
+  }
+
+  // Is some value of the chunk NaN or infinite? The same answer in all lanes.
+  __device__ __forceinline__ bool has_nonfinite(const char* v) const {
+    uint32_t found = 0;
+#pragma unroll 4
+    for (int32_t at = lane() * 16; at < Config::kSlotBytes; at += 512) {
+      const uint4 x = *reinterpret_cast<const uint4*>(v + at);
+      found |= nonfinite<Element>(x.x) | nonfinite<Element>(x.y) | nonfinite<Element>(x.z) | nonfinite<Element>(x.w);
+    }
+    return __any_sync(~0u, found != 0);
+  }
+
+  // The same as add_values, in which a row takes only values that it sees: 0 times NaN would be NaN. The weights go through
+  // shared memory.
+  __device__ __forceinline__ void add_seen_values(const uint32_t (&weights)[kChunk / 16][4], const char* v,
+                                                  uint2 seen) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      seen.x |= __shfl_xor_sync(~0u, seen.x, step);
+      seen.y |= __shfl_xor_sync(~0u, seen.y, step);
+    }
+    const uint32_t any = __reduce_or_sync(~0u, seen.x | seen.y);
+    constexpr int32_t kBehindQ = Config::kQInRegisters ? 0 : kHeadDim / 16 * 128;  // floats
+    auto rows = reinterpret_cast<float (*)[kChunk]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+      for (int slot = 0; slot < 2; ++slot) {
+        *reinterpret_cast<float2*>(&rows[8 * slot][n * 8 + lane() % 4 * 2]) =
+            unpack_pair(weights[n / 2][n % 2 * 2 + slot], Element{});
+      }
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int32_t key = 0; key < kChunk; ++key) {
+      if ((any >> key & 1u) == 0) continue;
+      const float weight[2] = {rows[0][key], rows[8][key]};
+      const bool sees[2] = {(seen.x >> key & 1u) != 0, (seen.y >> key & 1u) != 0};
+      const char* row = v + layout.rows(key / 8 * 8) + key % 8 * sm90::kSwizzleRowBytes;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const uint32_t at = j / 8 * layout.group_bytes() + sm90::swizzled_chunk(key, j % 8) * 16 + lane() % 4 * 4;
+        const float2 x = unpack_pair(*reinterpret_cast<const uint32_t*>(row + at), Element{});
+#pragma unroll
+        for (int slot = 0; slot < 2; ++slot) {
+          if (!sees[slot]) continue;
+          o[4 * j + 2 * slot] = fmaf(weight[slot], x.x, o[4 * j + 2 * slot]);
+          o[4 * j + 2 * slot + 1] = fmaf(weight[slot], x.y, o[4 * j + 2 * slot + 1]);
+        }
+      }
+    }
+    // SYNC: the weights are read.
+    __syncwarp();
+  }
+
+  // S becomes weights, O and the sums follow the rows' references.
+  __device__ __forceinline__ void weigh(float (&s)[kChunk / 2], uint32_t (&weights)[kChunk / 16][4]) {
+    if (softmax.outgrown(s)) {
+      float factor[2];
+      softmax.raise(s, p.scale_log2, p.inverse_scale_log2, factor);
+      attn::scale_rows(o, factor);
+    }
+    softmax.template exponentiate<Element>(s, weights, p.scale_log2);
+  }
+
+  // ---- A part's end ---------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void store(int32_t warp) {
+    auto& rows = shared.o[warp];
+    const int32_t row = lane() / 4, column = lane() % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      *reinterpret_cast<float2*>(&rows[row][j * 8 + column]) = {o[4 * j], o[4 * j + 1]};
+      *reinterpret_cast<float2*>(&rows[row + 8][j * 8 + column]) = {o[4 * j + 2], o[4 * j + 3]};
+    }
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      float sum = softmax.sum[slot];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (lane() % 4 == 0) shared.ml[warp][row + 8 * slot] = {softmax.reference[slot], sum};
+    }
+  }
+};
+
+}  // namespace flashmsa::decode

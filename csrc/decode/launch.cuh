@@ -1,0 +1,252 @@
+// From PagedParams to a launch, for one kernel instance; and the table entry that describes it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "core/cuda_check.h"
+#include "decode/kernel.cuh"
+#include "decode/prepare.h"
+#include "decode/table.h"
+
+namespace flashmsa::decode {
+
+inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
+// PERF: clusters of 8 that leave an eighth of the SMs idle all find room at once. Up to here a cluster a sequence and head is faster than all SMs and a merge through memory.
+inline constexpr int32_t kClusterKeys = 8192;
+// PERF: streams of at most a few times the L2 are faster when they leave it at once.
+inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
+
+// The grid of one call and its workspace; from shapes alone.
+struct Grid {
+  int32_t capacity;  // keys of a sequence
+  int32_t rows, row_groups, row_tiles_log2;
+  int32_t jobs;  // kv heads x groups of rows
+  Plan plan;
+  int32_t slices, parts, ctas;
+  bool shared;  // sequences may be cut: parts and counters
+  int64_t parts_in_all;
+  size_t counters, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
+};
+
+inline void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
+  const int64_t clusters = int64_t{p.batch} * grid.jobs;
+  grid.parts = 1;
+  if (p.num_splits > 0) {
+    grid.plan = Plan::kFixed;
+    grid.parts = min_of(p.num_splits, kMostParts);
+  } else if (p.batch_invariant) {
+    grid.plan = Plan::kInvariant;
+    grid.parts = kInvariantParts;
+  } else if (p.cu_seqlens_q == nullptr && clusters > 0 && clusters * kClusterSize * 8 <= num_sms * 7 &&
+             grid.capacity <= kClusterKeys) {
+    grid.plan = Plan::kCluster;
+    grid.slices = kClusterSize;
+    grid.ctas = static_cast<int32_t>(clusters * kClusterSize);
+    return;
+  } else {
+    grid.plan = Plan::kBalanced;
+  }
+  const int64_t units = grid.plan == Plan::kBalanced ? p.batch * ceil_div<int64_t>(grid.capacity, kGrainKeys)
+                                                     : int64_t{p.batch} * grid.parts;
+  int32_t slices = max_of(num_sms / grid.jobs, 1);
+  // Where heads leave many SMs idle, or do not fit at once: several rounds of CTAs, so that the last one weighs less.
+  if (slices * grid.jobs * 4 < num_sms * 3 || grid.jobs > num_sms) slices = max_of(4 * num_sms / grid.jobs, 1);
+  grid.slices = static_cast<int32_t>(clamp<int64_t>(units, 1, slices));
+  grid.ctas = grid.jobs * grid.slices;
+}
+
+template <class Config>
+Grid make_grid(const PagedParams& p, int32_t num_sms) {
+  Grid grid = {};
+  const int64_t capacity = p.num_pages > 0 ? int64_t{p.max_pages} * p.page_size : 0;
+  grid.capacity = static_cast<int32_t>(min_of<int64_t>(capacity, kUnbounded));
+  const int32_t all_rows = p.heads_q / p.heads_kv * p.len_q;
+  grid.row_groups = max_of(ceil_div(all_rows, kGroupRows), 1);
+  grid.rows = min_of(all_rows, kGroupRows);
+  const int32_t tiles = ceil_div(grid.rows, kTileRows);
+  grid.row_tiles_log2 = tiles <= 1 ? 0 : tiles == 2 ? 1 : 2;
+  grid.jobs = p.heads_kv * grid.row_groups;
+  choose_plan(p, num_sms, grid);
+
+  grid.shared = grid.plan == Plan::kBalanced ? grid.slices > 1 : grid.parts > 1;
+  if (grid.shared) {
+    grid.parts_in_all =
+        grid.plan == Plan::kBalanced ? int64_t{2} * grid.ctas : int64_t{p.batch} * grid.jobs * grid.parts;
+  }
+  const auto take = [&](size_t bytes) {
+    const size_t place = grid.bytes;
+    grid.bytes += (bytes + 15) / 16 * 16;
+    return place;
+  };
+  grid.counters = take(grid.shared ? sizeof(int32_t) * p.batch * grid.jobs : 0);
+  grid.part_ml = take(sizeof(float2) * grid.parts_in_all * grid.rows);
+  grid.part_o = take(sizeof(float) * grid.parts_in_all * grid.rows * p.head_dim_v);
+  const size_t listed = p.query_pages != nullptr ? size_t{1} * p.batch * p.pages_per_block : 0;
+  grid.selected = take(sizeof(int2) * listed);
+  grid.selected_count = take(listed > 0 || p.query_pages != nullptr ? sizeof(int32_t) * p.batch : 0);
+  return grid;
+}
+
+template <class Config>
+size_t workspace_bytes(const PagedParams& p, int32_t num_sms) {
+  return make_grid<Config>(p, num_sms).bytes;
+}
+
+inline bool is_banded(const PagedParams& p) { return mask::Composite::bounded(p.band) || p.tree_bits != nullptr; }
+
+template <class Config>
+void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
+  params.k = p.k_pages;
+  params.v = p.v_pages;
+  params.piece = Config::kChunk;
+  if (p.block_table != nullptr || p.query_pages != nullptr) {
+    while (p.page_size % params.piece != 0) params.piece /= 2;
+  }
+  params.by_tma = grid.capacity > 0 && params.piece >= 8 &&
+                  sm90::fits_tensor_map(p.k_pages, p.num_pages, p.page_size, p.heads_kv) &&
+                  sm90::fits_tensor_map(p.v_pages, p.num_pages, p.page_size, p.heads_kv);
+  if (params.by_tma) {
+    params.k_map = sm90::make_pool_map(p.k_pages, p.num_pages, p.page_size, p.heads_kv, p.head_dim, p.dtype,
+                                       params.piece, Config::kHeadDim, "k_pages");
+    params.v_map = sm90::make_pool_map(p.v_pages, p.num_pages, p.page_size, p.heads_kv, p.head_dim_v, p.dtype,
+                                       params.piece, Config::kHeadDim, "v_pages");
+  } else {
+    params.piece = Config::kChunk;
+  }
+  while (1 << params.piece_log2 < params.piece) ++params.piece_log2;
+  const int64_t keys = min_of<int64_t>(int64_t{p.batch} * grid.capacity, int64_t{p.num_pages} * p.page_size);
+  const bool once = grid.row_groups == 1 && keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2 <= kEvictFirstBytes;
+  params.policy = once ? sm90::kEvictFirst : sm90::kEvictNormal;
+}
+
+inline void set_score(const PagedParams& p, KernelParams& params) {
+  constexpr float kLog2E = 1.44269504088896341f, kMax = std::numeric_limits<float>::max();
+  // The softmax wants a scale above 0. Below 0 q changes its sign; at 0 it becomes 0, and any scale will do.
+  const double scale = p.scale == 0 ? 1.0 : std::fabs(p.scale);
+  params.q_keep = p.scale == 0 ? 0 : ~0u;
+  params.q_flip = p.scale < 0 ? 0x80008000 : 0;
+  // NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
+  params.scale_log2 = std::min(static_cast<float>(scale) * kLog2E, kMax);
+  params.inverse_scale_log2 = 1.0f / params.scale_log2;
+  params.softcap = p.softcap > 0;
+  params.cap = attn::make_cap(scale, p.softcap);
+  params.sinks = p.sinks;
+  params.alibi_slopes = p.alibi_slopes;
+  params.alibi_stride_batch = p.alibi_stride_batch;
+  params.alibi_factor = std::min(static_cast<float>(1.0 / scale), kMax);
+}
+
+template <class Config>
+KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace) {
+  KernelParams params = {};
+  set_pools<Config>(p, grid, params);
+  set_score(p, params);
+  params.q = p.q;
+  params.out = p.out;
+  params.lse = p.lse;
+  params.lse_stride_batch = p.lse_stride_batch;
+  params.lse_stride_head = p.lse_stride_head;
+  params.lse_stride_seq = p.lse_stride_seq;
+  params.cu_seqlens_q = p.cu_seqlens_q;
+  params.len_q = p.len_q;
+  params.total_q = p.total_q;
+  params.batch = p.batch;
+  params.heads_q = p.heads_q;
+  params.heads_kv = p.heads_kv;
+  params.q_heads_per_kv_head = p.heads_q / p.heads_kv;
+  params.head_dim = p.head_dim;
+  params.head_dim_v = p.head_dim_v;
+  params.row_groups = grid.row_groups;
+  params.row_tiles_log2 = grid.row_tiles_log2;
+  params.part_rows = grid.rows;
+  params.num_pages = p.num_pages;
+  params.page_size = p.page_size;
+  params.capacity = grid.capacity;
+  params.block_table = p.block_table;
+  params.block_table_stride = p.block_table_stride;
+  params.kv_lens = p.kv_lens;
+  params.band = p.band;
+  params.banded = is_banded(p);
+  params.tree_bits = p.tree_bits;
+  params.plan = grid.plan;
+  params.slices = grid.slices;
+  params.parts = grid.parts;
+  char* space = static_cast<char*>(workspace);
+  if (grid.shared) {
+    params.counters = reinterpret_cast<int32_t*>(space + grid.counters);
+    params.part_ml = reinterpret_cast<float2*>(space + grid.part_ml);
+    params.part_o = reinterpret_cast<float*>(space + grid.part_o);
+  }
+  if (p.query_pages != nullptr) {
+    params.selected = reinterpret_cast<const int2*>(space + grid.selected);
+    params.selected_count = reinterpret_cast<const int32_t*>(space + grid.selected_count);
+    params.selected_stride = p.pages_per_block;
+  }
+  params.waits = params.counters != nullptr || params.selected != nullptr;
+  return params;
+}
+
+template <class Config>
+void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t stream) {
+  if (p.heads_q == 0 || (p.cu_seqlens_q == nullptr && (p.batch == 0 || p.len_q == 0))) return;
+  const Grid grid = make_grid<Config>(p, num_sms);
+  const KernelParams params = make_params<Config>(p, grid, workspace);
+  if (params.waits) {
+    const PrepareParams before = {params.counters,
+                                  grid.jobs,
+                                  p.query_pages,
+                                  p.pages_per_block,
+                                  const_cast<int2*>(params.selected),
+                                  const_cast<int32_t*>(params.selected_count)};
+    prepare(p, before, grid.capacity, stream);
+  }
+
+  const auto kernel = paged_decode_kernel<Config>;
+  constexpr size_t kSharedBytes = sizeof(Shared<Config>);
+  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  cudaLaunchAttribute attributes[1];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid.plan == Plan::kCluster ? dim3(kClusterSize, grid.jobs, p.batch) : dim3(grid.jobs, grid.slices);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  if (grid.plan == Plan::kCluster) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = kClusterSize;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    // A cluster plan with selected pages has a kernel before it too, and waits for it as any kernel does.
+  } else {
+    // The kernel's launch, and all it does up to its first merge, overlap the one before (programmatic dependent launch).
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    config.numAttrs = params.waits ? 1 : 0;
+  }
+  FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+template <class Element>
+inline constexpr DType kDTypeOf = DType::kBF16;
+template <>
+inline constexpr DType kDTypeOf<__half> = DType::kF16;
+
+template <class Config>
+KernelEntry make_entry() {
+  constexpr DType kDType = kDTypeOf<typename Config::Element>;
+  KernelInfo info;
+  info.name = "decode_d" + std::to_string(Config::kHeadDim) + (kDType == DType::kF16 ? "_fp16" : "_bf16");
+  info.dtype = kDType;
+  info.head_dim_bucket = Config::kHeadDim;
+  info.block_kv = kGrainKeys;
+  info.threads = kThreads;
+  info.shared_memory = sizeof(Shared<Config>);
+  return {info, &workspace_bytes<Config>, &launch<Config>};
+}
+
+}  // namespace flashmsa::decode

@@ -1,0 +1,126 @@
+// Brings chunks of K and V: a lane asks for a piece of a page by TMA, or, for pages too small for it, for single rows by
+// cp.async.
+#pragma once
+
+#include "decode/walk.cuh"
+#include "sm90/async_copy.cuh"
+#include "sm90/pool_box.cuh"
+
+namespace flashmsa::decode {
+
+// A chunk in shared memory: pieces one behind the other, each [kHeadDim / 64][piece][64] elements, swizzled by 128 bytes.
+template <class Config>
+struct ChunkLayout {
+  int32_t piece_log2;
+
+  // Eight rows (a multiple of 8 is their first) of columns [0, 64); further columns are group_bytes apart.
+  __device__ __forceinline__ uint32_t rows(int32_t row) const {
+    const int32_t in_piece = row & ((1 << piece_log2) - 1);
+    return (row - in_piece) * Config::kHeadDim * 2 + in_piece * sm90::kSwizzleRowBytes;
+  }
+  __device__ __forceinline__ uint32_t group_bytes() const { return sm90::kSwizzleRowBytes << piece_log2; }
+};
+
+// One warp for each chunk of a tile. They run ahead of those that attend by the stages of the ring.
+template <class Config>
+struct Loader {
+  static constexpr int32_t kChunk = Config::kChunk;
+
+  const KernelParams& p;
+  Shared<Config>& shared;
+  const int32_t head, chunk;
+  Walk walk;
+  int32_t at;  // first chunk of the tile, in the part
+  int32_t page, slot;  // where this lane's piece, or row, of the chunk lies; the page as the table has it
+
+  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
+
+  // Loads the tiles of the parts from `from` on.
+  __device__ __forceinline__ void run(const Walk& from, RingPlace& ring) {
+    walk = from;
+    walk.end = at = 0;
+    bool more = advance();
+#pragma unroll 1
+    while (more) {
+      const bool inside = at + chunk < walk.end;
+      const int32_t own_page = clamp(page, 0, p.num_pages - 1), own_slot = slot;
+      // PERF: the next tile's pages are asked for here and used a tile later.
+      more = advance();
+      const int32_t index = Shared<Config>::k_slot(ring.stage, chunk);
+      load(index, ring.parity, inside, own_page, own_slot, p.k_map, p.k, p.head_dim);
+      load(index + 1, ring.parity, inside, own_page, own_slot, p.v_map, p.v, p.head_dim_v);
+      ring.advance<Config::kStages>();
+    }
+  }
+
+ private:
+  // To the next tile; false: there is none.
+  __device__ __forceinline__ bool advance() {
+    at += kWarps;
+    while (at >= walk.end) {
+      if (!walk.next(p, shared)) return false;
+      at = walk.begin;
+    }
+    const int32_t offset = p.by_tma ? lane() << p.piece_log2 : lane();
+    if (offset < kChunk && at + chunk < walk.end) locate(at + chunk, offset);
+    return true;
+  }
+
+  // Key `offset` of a chunk.
+  __device__ __forceinline__ void locate(int32_t number, int32_t offset) {
+    const Sequence& s = shared.table[walk.index].sequence;
+    const int32_t key = (p.selected != nullptr ? number : s.chunk(number)) * kChunk + offset;
+    if (p.block_table == nullptr && p.selected == nullptr) {
+      page = s.batch;
+      slot = p.by_tma ? key : min_of(key, p.page_size - 1);
+      return;
+    }
+    int32_t logical = static_cast<int32_t>(static_cast<uint32_t>(key) / static_cast<uint32_t>(p.page_size));
+    slot = key - logical * p.page_size;
+    // NOTE: behind the length the last page stands in; its scores are masked. The table is not read there.
+    logical = min_of(logical, s.pages - 1);
+    page = p.selected != nullptr ? p.selected[int64_t{s.batch} * p.selected_stride + logical].y
+                                 : p.block_table[s.batch * p.block_table_stride + logical];
+  }
+
+  // Fills a slot. A chunk that is not in the part goes round empty.
+  __device__ __forceinline__ void load(int32_t index, uint32_t parity, bool inside, int32_t own_page, int32_t own_slot,
+                                       const sm90::PoolMap& map, const PoolRef& pool, int32_t columns) {
+    const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[index]));
+    sm90::Barrier& full = shared.full[index];
+    shared.empty[index].wait(parity ^ 1);
+    if (p.by_tma) {
+      // SYNC: the bytes are announced before a piece can arrive.
+      if (lane() == 0) full.arrive_expect(inside ? Config::kSlotBytes : 0);
+      __syncwarp();
+      if (inside && lane() << p.piece_log2 < kChunk) {
+        sm90::load_piece(target + (lane() << p.piece_log2) * Config::kHeadDim * 2, map, {own_slot, head, own_page},
+                         sm90::kSwizzleRowBytes << p.piece_log2, full, p.policy);
+      }
+      __syncwarp();
+    } else {
+      if (inside) load_rows(target, own_page, own_slot, pool, columns);
+      sm90::arrive_after_copies(full);
+    }
+  }
+
+  __device__ __forceinline__ void load_rows(uint32_t target, int32_t own_page, int32_t own_slot, const PoolRef& pool,
+                                            int32_t columns) const {
+    constexpr int32_t kParts = Config::kHeadDim / 8;  // 16-byte parts of a row
+    const int32_t part = lane() % kParts, row = lane() / kParts;
+    const bool inside = part * 8 < columns;
+    const char* base = static_cast<const char*>(pool.data) + (head * pool.stride_head + (inside ? part * 8 : 0)) * 2;
+    const uint64_t own = static_cast<uint64_t>(own_page * pool.stride_page + own_slot * pool.stride_slot) * 2;
+    const uint32_t low = static_cast<uint32_t>(own), high = static_cast<uint32_t>(own >> 32);
+    const uint32_t group = target + part / 8 * (kChunk * sm90::kSwizzleRowBytes);
+#pragma unroll
+    for (int32_t n = 0; n < kChunk * kParts / 32; ++n) {
+      const int32_t from = n * (32 / kParts) + row;
+      const uint64_t offset = uint64_t{__shfl_sync(~0u, high, from)} << 32 | __shfl_sync(~0u, low, from);
+      const uint32_t to = from * sm90::kSwizzleRowBytes + sm90::swizzled_chunk(from, part % 8) * 16;
+      sm90::copy_async_16(group + to, base + offset, inside ? 16 : 0);
+    }
+  }
+};
+
+}  // namespace flashmsa::decode

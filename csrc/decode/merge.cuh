@@ -1,0 +1,275 @@
+// From parts of rows to rows: parts of the warps of a CTA, of the CTAs of a cluster, of CTAs anywhere.
+#pragma once
+
+#include "attn/softmax.cuh"
+#include "decode/walk.cuh"
+#include "sm90/cluster.cuh"
+#include "sm90/matrix.cuh"
+#include "sm90/registers.cuh"
+
+namespace flashmsa::decode {
+
+// Four columns of a row: O = sum of P V, the reference and the sum of P.
+struct RowPart {
+  float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+  float reference = attn::kNegativeInfinity, sum = 0.0f;
+
+  __device__ __forceinline__ void add(float2 ml, float4 x) {
+    const float top = fmaxf(reference, ml.x);
+    const float offset = top == attn::kNegativeInfinity ? 0.0f : -top;
+    const float mine = sm90::exp2_approx(reference + offset), theirs = sm90::exp2_approx(ml.x + offset);
+    o.x = fmaf(x.x, theirs, o.x * mine);
+    o.y = fmaf(x.y, theirs, o.y * mine);
+    o.z = fmaf(x.z, theirs, o.z * mine);
+    o.w = fmaf(x.w, theirs, o.w * mine);
+    sum = fmaf(ml.y, theirs, sum * mine);
+    reference = top;
+  }
+};
+
+// The barrier of all warps that attend.
+__device__ __forceinline__ void sync_attending() { sm90::bar_sync(1, kAttending); }
+
+template <class Config>
+struct Merger {
+  using Element = typename Config::Element;
+
+  const KernelParams& p;
+  Shared<Config>& shared;
+  const int32_t head, group_row;  // kv head; the CTA's first row among its rows
+  const int32_t job, jobs;        // head and group of rows, of so many
+
+  // The CTA's rows of a sequence that there are, and what they are made of: four columns each.
+  __device__ __forceinline__ int32_t rows_of(const Sequence& s) const {
+    return clamp(s.queries * p.q_heads_per_kv_head - group_row, 0, kGroupRows);
+  }
+  template <class Each>
+  __device__ __forceinline__ void for_each(const Sequence& s, int32_t first, int32_t step, const Each& each) const {
+    const int32_t quads = p.head_dim_v / 4, count = rows_of(s) * quads;
+    for (int32_t item = first; item < count; item += step) {
+      const int32_t row = item / quads;
+      each(row, (item - row * quads) * 4);
+    }
+  }
+
+  // Over the warps that share a row's tile.
+  __device__ __forceinline__ RowPart of_warps(int32_t row, int32_t column) const {
+    RowPart part;
+    const int32_t tiles = 1 << p.row_tiles_log2, in_tile = row % kTileRows;
+#pragma unroll
+    for (int32_t n = 0; n < kWarps; ++n) {
+      const int32_t warp = row / kTileRows + n * tiles;
+      if (warp >= kWarps) break;
+      part.add(shared.ml[warp][in_tile], *reinterpret_cast<const float4*>(&shared.o[warp][in_tile][column]));
+    }
+    return part;
+  }
+
+  // The final result of four columns.
+  __device__ __forceinline__ void store(const Sequence& s, int32_t row, int32_t column, RowPart part) const {
+    constexpr float kLn2 = 0.693147180559945309f, kLog2E = 1.44269504088896341f;
+    const int32_t i = (group_row + row) / p.q_heads_per_kv_head;
+    const int64_t h = int64_t{head} * p.q_heads_per_kv_head + (group_row + row) - i * p.q_heads_per_kv_head;
+    const int64_t position = int64_t{s.first_row} + i;
+    const float sink = p.sinks == nullptr ? attn::kNegativeInfinity : p.sinks[h] * kLog2E;
+    const bool empty = part.sum == 0.0f;  // 0, whatever its sink
+    float factor = 1.0f;
+    if (sink != attn::kNegativeInfinity) {
+      const float top = fmaxf(part.reference, sink);
+      factor = sm90::exp2_approx(part.reference - top);
+      part.sum = fmaf(part.sum, factor, sm90::exp2_approx(sink - top));
+      part.reference = top;
+    }
+    factor = empty ? 0.0f : factor / part.sum;
+    const uint2 packed = {sm90::pack2<Element>(part.o.x * factor, part.o.y * factor),
+                          sm90::pack2<Element>(part.o.z * factor, part.o.w * factor)};
+    Element* out = static_cast<Element*>(p.out.data) + s.batch * p.out.stride_batch + h * p.out.stride_head +
+                   position * p.out.stride_seq + column;
+    *reinterpret_cast<uint2*>(out) = packed;
+    if (column != 0 || p.lse == nullptr) return;
+    p.lse[s.batch * p.lse_stride_batch + h * p.lse_stride_head + position * p.lse_stride_seq] =
+        (empty ? sink : part.reference + log2f(part.sum)) * kLn2;
+  }
+
+  // ---- A part that is its whole sequence, or all of it that there is --------------------------------------------------
+
+  __device__ __forceinline__ void store_whole(const Sequence& s) const {
+    for_each(s, threadIdx.x, kAttending,
+             [&](int32_t row, int32_t column) { store(s, row, column, of_warps(row, column)); });
+  }
+
+  // The rows of a sequence of which nothing is seen, and packed rows behind those that were promised; by one thread.
+  __device__ __forceinline__ void store_unseen(const Sequence& s) const {
+    if (s.units == 0) {
+      for_each(s, 0, 1, [&](int32_t row, int32_t column) { store(s, row, column, RowPart()); });
+    }
+    if (p.cu_seqlens_q == nullptr || group_row != 0) return;
+    const int32_t end = clamp(p.cu_seqlens_q[s.batch + 1], s.first_row, p.total_q);
+    for (int32_t h = 0; h < p.q_heads_per_kv_head; ++h) {
+      for (int32_t row = s.first_row + s.queries; row < end; ++row)
+        clear_row(head * p.q_heads_per_kv_head + h, row, 0, 1);
+    }
+  }
+
+  __device__ __forceinline__ void clear_row(int64_t h, int64_t row, int32_t first, int32_t step) const {
+    Element* out = static_cast<Element*>(p.out.data) + h * p.out.stride_head + row * p.out.stride_seq;
+    for (int32_t quad = first; quad < p.head_dim_v / 4; quad += step) reinterpret_cast<uint2*>(out)[quad] = {0, 0};
+    if (first == 0 && p.lse != nullptr) {
+      p.lse[h * p.lse_stride_head + row * p.lse_stride_seq] = attn::kNegativeInfinity;
+    }
+  }
+
+  // Packed rows before the first sequence and behind the last: a warp each, over all CTAs.
+  __device__ __forceinline__ void clear_outside() const {
+    if (p.cu_seqlens_q == nullptr || threadIdx.x >= kAttending) return;
+    const int32_t begin = clamp(p.cu_seqlens_q[0], 0, p.total_q);
+    const int32_t end = clamp(p.cu_seqlens_q[p.batch], begin, p.total_q);
+    const int32_t outside = begin + p.total_q - end;
+    const int64_t warps = int64_t{gridDim.x} * gridDim.y * kWarps;
+    for (int64_t n = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kWarps + threadIdx.x / 32;
+         n < int64_t{outside} * p.heads_q; n += warps) {
+      const int32_t row = static_cast<int32_t>(n % outside);
+      clear_row(n / outside, row < begin ? row : end + row - begin, threadIdx.x % 32, 32);
+    }
+  }
+
+  // ---- Parts of the CTAs of a cluster, through each other's shared memory ---------------------------------------------
+
+  __device__ __forceinline__ void merge_cluster(const Sequence& s) const {
+    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) {
+      const RowPart part = of_warps(row, column);
+      // In the place of the first warp's, which nobody else reads.
+      *reinterpret_cast<float4*>(&shared.o[row / kTileRows][row % kTileRows][column]) = part.o;
+      if (column == 0) shared.merged_ml[row] = {part.reference, part.sum};
+    });
+    // SYNC: every CTA's parts are there.
+    sm90::cluster_sync();
+    const int32_t first = static_cast<int32_t>(threadIdx.x + kAttending * sm90::cluster_rank());
+    for_each(s, first, kAttending * kClusterSize, [&](int32_t row, int32_t column) {
+      const uint32_t o =
+          static_cast<uint32_t>(__cvta_generic_to_shared(&shared.o[row / kTileRows][row % kTileRows][column]));
+      const uint32_t ml = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.merged_ml[row]));
+      float2 mls[kClusterSize];
+      float4 os[kClusterSize];
+#pragma unroll
+      for (uint32_t rank = 0; rank < kClusterSize; ++rank) {
+        mls[rank] = sm90::load_cluster_float2(sm90::map_shared(ml, rank));
+        os[rank] = sm90::load_cluster_float4(sm90::map_shared(o, rank));
+      }
+      RowPart part;
+#pragma unroll
+      for (uint32_t rank = 0; rank < kClusterSize; ++rank) part.add(mls[rank], os[rank]);
+      store(s, row, column, part);
+    });
+    // SYNC: no CTA leaves while another reads its shared memory.
+    sm90::cluster_sync();
+  }
+
+  // For the warp that has no part in it.
+  __device__ __forceinline__ void wait_for_cluster() const {
+    __syncwarp();
+    sm90::cluster_sync();
+    sm90::cluster_sync();
+  }
+
+  // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------
+
+  __device__ __forceinline__ void store_part(const Sequence& s, int64_t index) const {
+    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) {
+      const RowPart part = of_warps(row, column);
+      const int64_t place = index * p.part_rows + row;
+      __stcg(reinterpret_cast<float4*>(p.part_o + place * p.head_dim_v + column), part.o);
+      if (column == 0) __stcg(p.part_ml + place, make_float2(part.reference, part.sum));
+    });
+  }
+
+  // Part n lies at first for n = 0, then at others + n * step.
+  struct Places {
+    int64_t first, others;
+    int32_t step;
+  };
+
+  // PERF: kItems quads of columns a thread and kBatch parts of each are asked for together: a round trip to the L2 is most
+  // of the time of a merge.
+  template <int32_t kItems, int32_t kBatch>
+  __device__ __forceinline__ void merge_parts(const Sequence& s, const Places& places, int32_t parts) const {
+    const int32_t quads = p.head_dim_v / 4, count = rows_of(s) * quads;
+    const int64_t first_origin = places.first * p.part_rows, origin = places.others * p.part_rows;
+    const int32_t step = places.step * p.part_rows;
+#pragma unroll 1
+    for (int32_t base = threadIdx.x; base < count; base += kItems * kAttending) {
+      RowPart part[kItems];
+#pragma unroll 1
+      for (int32_t first = 0; first < parts; first += kBatch) {
+        float2 ml[kItems][kBatch];
+        float4 o[kItems][kBatch];
+#pragma unroll
+        for (int32_t i = 0; i < kItems; ++i) {
+          const int32_t item = min_of(base + i * kAttending, count - 1), row = item / quads, quad = item - row * quads;
+#pragma unroll
+          for (int32_t n = 0; n < kBatch; ++n) {
+            // Past the last part: once more the last, and not added.
+            const int32_t part_index = min_of(first + n, parts - 1);
+            const int64_t place = (part_index == 0 ? first_origin : origin) + part_index * step + row;
+            ml[i][n] = __ldcg(p.part_ml + place);
+            o[i][n] = __ldcg(reinterpret_cast<const float4*>(p.part_o) + place * quads + quad);
+          }
+        }
+#pragma unroll
+        for (int32_t i = 0; i < kItems; ++i) {
+#pragma unroll
+          for (int32_t n = 0; n < kBatch; ++n) {
+            if (first + n < parts) part[i].add(ml[i][n], o[i][n]);
+          }
+        }
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kItems; ++i) {
+        const int32_t item = base + i * kAttending, row = item / quads;
+        if (item < count) store(s, row, (item - row * quads) * 4, part[i]);
+      }
+    }
+  }
+
+  // Stores the part that `walk` stands at; the last CTA to do so for its sequence merges all of them, in order.
+  __device__ __forceinline__ void share_part(const Walk& walk, const Share& share) const {
+    const TableEntry& entry = shared.table[walk.index];
+    const Sequence& s = entry.sequence;
+    int32_t parts = s.units;
+    int64_t own;
+    Places places;
+    if (p.plan == Plan::kBalanced) {
+      // Every CTA has two places: for the part that its share begins with, and for one that begins later.
+      const int32_t slice = static_cast<int32_t>(blockIdx.y), first = share.slice_of(entry.begin);
+      parts = share.slice_of(entry.end - 1) - first + 1;
+      const auto place = [&](int64_t at) { return (at * jobs + job) * 2; };
+      own = place(slice) + (share.from < entry.begin);
+      places = {place(first) + (share.begin_of(first) < entry.begin), place(first), 2 * jobs};
+    } else {
+      const int64_t first = (int64_t{s.batch} * jobs + job) * p.parts;
+      own = first + walk.begin / s.unit;
+      places = {first, first, 1};
+    }
+    if (parts == 1) return store_whole(s);
+
+    store_part(s, own);
+    // SYNC: the part is visible to whoever sees it counted.
+    __threadfence();
+    sync_attending();
+    if (threadIdx.x == 0) {
+      // SYNC: the counters are reset by the kernel before, which this one may have overtaken.
+      cudaGridDependencySynchronize();
+      shared.last = atomicAdd(p.counters + int64_t{s.batch} * jobs + job, 1) == parts - 1;
+      __threadfence();
+    }
+    sync_attending();
+    if (!shared.last) return;
+    if (rows_of(s) * p.head_dim_v / 4 <= kAttending) {
+      merge_parts<1, 16>(s, places, parts);
+    } else {
+      merge_parts<4, 3>(s, places, parts);
+    }
+  }
+};
+
+}  // namespace flashmsa::decode

@@ -1,0 +1,87 @@
+#include "decode/prepare.h"
+
+#include <cuda_runtime.h>
+
+#include "core/cuda_check.h"
+
+namespace flashmsa::decode {
+namespace {
+
+constexpr int32_t kPrepareThreads = 256;
+
+struct Pages {
+  const int32_t* kv_lens;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  int32_t num_pages, page_size, max_pages, capacity;
+};
+
+// One CTA a sequence: the listed pages as bits, and the bits as a list again.
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareParams p, const Pages pages) {
+  extern __shared__ uint32_t bits[];
+  __shared__ int32_t warp_sums[kPrepareThreads / 32];
+  const int32_t batch = blockIdx.x, thread = threadIdx.x;
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (p.counters != nullptr) {
+    for (int32_t i = thread; i < p.counters_of_batch; i += kPrepareThreads) {
+      p.counters[int64_t{batch} * p.counters_of_batch + i] = 0;
+    }
+  }
+  if (p.query_pages == nullptr) return;
+
+  const int32_t kv_len = pages.kv_lens == nullptr ? pages.capacity : clamp(pages.kv_lens[batch], 0, pages.capacity);
+  const int32_t in_use = ceil_div(kv_len, pages.page_size), words = ceil_div(in_use, 32);
+  for (int32_t word = thread; word < words; word += kPrepareThreads) bits[word] = 0;
+  __syncthreads();
+  const int32_t* listed = p.query_pages + int64_t{batch} * p.pages_per_block;
+  for (int32_t i = thread; i < p.pages_per_block; i += kPrepareThreads) {
+    const int32_t page = listed[i];
+    if (page >= 0 && page < in_use) atomicOr(&bits[page / 32], 1u << page % 32);
+  }
+  __syncthreads();
+
+  int2* selected = p.selected + int64_t{batch} * p.pages_per_block;
+  int32_t count = 0;
+  for (int32_t base = 0; base < words; base += kPrepareThreads) {
+    const int32_t word = base + thread;
+    uint32_t left = word < words ? bits[word] : 0;
+    int32_t sum = __popc(left);
+#pragma unroll
+    for (int32_t step = 1; step < 32; step *= 2) {
+      const int32_t below = __shfl_up_sync(~0u, sum, step);
+      if (thread % 32 >= step) sum += below;
+    }
+    if (thread % 32 == 31) warp_sums[thread / 32] = sum;
+    __syncthreads();
+    int32_t place = count + sum - __popc(left);
+    for (int32_t warp = 0; warp < kPrepareThreads / 32; ++warp) {
+      if (warp < thread / 32) place += warp_sums[warp];
+      count += warp_sums[warp];
+    }
+    for (; left != 0; left &= left - 1, ++place) {
+      const int32_t logical = word * 32 + __ffs(left) - 1;
+      const int32_t physical =
+          pages.block_table == nullptr ? batch : pages.block_table[batch * pages.block_table_stride + logical];
+      selected[place] = {logical, clamp(physical, 0, pages.num_pages - 1)};
+    }
+    __syncthreads();
+  }
+  if (thread == 0) p.selected_count[batch] = count;
+}
+
+}  // namespace
+
+void prepare(const PagedParams& call, const PrepareParams& params, int32_t capacity, cudaStream_t stream) {
+  if (call.batch == 0) return;
+  const Pages pages = {call.kv_lens,   call.block_table, call.block_table_stride, call.num_pages, call.page_size,
+                       call.max_pages, capacity};
+  const size_t bytes = params.query_pages == nullptr ? 0 : size_t{4} * ceil_div(call.max_pages, 32);
+  if (bytes > 0) {
+    FLASHMSA_CHECK_CUDA(
+        cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  }
+  prepare_kernel<<<call.batch, kPrepareThreads, bytes, stream>>>(params, pages);
+  FLASHMSA_CHECK_CUDA(cudaGetLastError());
+}
+
+}  // namespace flashmsa::decode

@@ -1,0 +1,123 @@
+// What the decode kernel is given, and its shared memory.
+#pragma once
+
+#include "attn/score.cuh"
+#include "core/paged.h"
+#include "decode/config.h"
+#include "sm90/barrier.cuh"
+#include "sm90/pool_map.h"
+
+namespace flashmsa::decode {
+
+// How the keys of a sequence are cut into parts.
+enum class Plan : int32_t {
+  kBalanced,   // every CTA takes the same share of all keys; where it begins and ends, sequences are cut
+  kFixed,      // every sequence is cut into `parts`
+  kInvariant,  // ... into parts that follow from its own length
+  kCluster     // one cluster a sequence and head
+};
+
+struct KernelParams {
+  sm90::PoolMap k_map, v_map;
+  PoolRef k, v;
+  bool by_tma;     // else cp.async, row by row
+  int32_t piece, piece_log2;  // slots of a page that lie together in a chunk
+  uint64_t policy;
+
+  TensorRef q, out;
+  float* lse;
+  int64_t lse_stride_batch, lse_stride_head, lse_stride_seq;
+  const int32_t* cu_seqlens_q;
+  int32_t len_q, total_q;
+  int32_t batch, heads_q, heads_kv, q_heads_per_kv_head;
+  int32_t head_dim, head_dim_v;
+
+  // Row r of a kv head: query r / q_heads_per_kv_head, head r % q_heads_per_kv_head of that kv head's. They are dealt to
+  // CTAs in groups of kGroupRows; of a group 2^row_tiles_log2 tiles of 16 rows are in use.
+  int32_t row_groups, row_tiles_log2;
+  int32_t part_rows;  // rows of a group as parts are stored
+
+  int32_t num_pages, page_size, capacity;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  const int32_t* kv_lens;
+  const int2* selected;            // (batch, selected_stride): (logical, physical) pages, ascending; null: all pages
+  const int32_t* selected_count;  // (batch)
+  int32_t selected_stride;
+
+  BandArgs band;
+  bool banded;
+  const int32_t* tree_bits;
+  float scale_log2, inverse_scale_log2;
+  uint32_t q_keep, q_flip;  // applied to the bits of q: for scales of 0, and below 0
+  bool softcap;
+  attn::CapParams cap;
+  const float* sinks;
+  const float* alibi_slopes;
+  int64_t alibi_stride_batch;
+  float alibi_factor;
+
+  Plan plan;
+  int32_t slices;  // CTAs of a head; clusters: of a sequence and head
+  int32_t parts;   // kFixed; kInvariant: at most so many
+  float* part_o;   // (parts in all, part_rows, head_dim_v)
+  float2* part_ml; // (parts in all, part_rows): reference and sum
+  int32_t* counters;  // (batch, heads_kv * row_groups): parts that are done; null: none is shared
+  bool waits;      // for the kernel before, which makes `selected` and resets the counters
+};
+
+struct Sequence {
+  int32_t batch;
+  int32_t first_row, queries;  // packed: rows of q; else 0, len_q
+  int32_t kv_len;
+  int32_t pages;  // in use, or selected
+  int32_t first_begin, first_chunks, main_begin, chunks;
+  int32_t unit, units;  // chunks of a unit; units
+
+  // The first of the chunk's keys is this times the chunk. Not with selected pages.
+  __device__ __forceinline__ int32_t chunk(int32_t number) const {
+    return number < first_chunks ? first_begin + number : main_begin + number - first_chunks;
+  }
+};
+
+struct TableEntry {
+  Sequence sequence;
+  int32_t begin, end;  // in units over all sequences
+};
+
+// Where a ring stands.
+struct RingPlace {
+  int32_t stage = 0;
+  uint32_t parity = 0;
+
+  template <int32_t kStages>
+  __device__ __forceinline__ void advance() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+template <class Config>
+struct Shared {
+  alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: a K and a V chunk for each warp
+  // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
+  alignas(16) float o[kWarps][kTileRows][Config::kORow];
+  float2 ml[kWarps][kTileRows];  // reference and sum of each warp's rows
+  float2 merged_ml[kGroupRows];
+  int4 keys[kGroupRows];  // of each row: first run, main run
+  uint32_t tree[kGroupRows];
+  float2 alibi[kGroupRows];  // slope, position (an int32_t's bits)
+  sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
+  sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
+
+  static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
+    return (stage * kWarps + chunk) * 2;
+  }
+  TableEntry table[kAttending];  // sequences in a row
+  int32_t scan[kThreads / 32];
+  int32_t first;  // place in the table of the first sequence of the CTA's share
+  bool last;  // this CTA's part was the last of its sequence
+};
+
+}  // namespace flashmsa::decode

@@ -23,7 +23,7 @@ SUPPORTED_CUDA = ((12, 8), (13, 99))  # first and last (major, minor)
 
 # Folders of csrc whose .cpp files need no CUDA. Everything else is built with the kernels only.
 PORTABLE = ("binding", "blocks", "cpu", "core", "hash", "mask", "sched")
-WITH_KERNELS = ("csrc/binding/backend_cuda.cpp", "csrc/binding/prepare_cuda.cpp")
+WITH_KERNELS = tuple(f"csrc/binding/{name}_cuda.cpp" for name in ("backend", "paged", "prepare"))
 
 CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall"]
 NVCC_FLAGS = [

@@ -27,7 +27,9 @@ except ImportError as error:
         "flashmsa is hidden by the sources in the current directory: leave the checkout to use it"
     ) from error
 
+from . import compat, nn
 from .checked import check
+from .dropout import dropout_mask
 from .explain import Explanation, explain
 from .masks import (
     BlockSparse,
@@ -43,7 +45,9 @@ from .masks import (
 )
 from .merge import merge_states
 from .ops import attention
+from .paged import PagedExplanation, append_kv, explain_paged, gather_pages, paged_attention, paged_workspace
 from .reference import reference
+from .rope import Rope, apply_rope, rope_tables
 from .varlen import attention_varlen
 
 __version__ = "0.1.0"
@@ -58,12 +62,24 @@ __all__ = [
     "HashBucket",
     "Intersection",
     "Mask",
+    "PagedExplanation",
     "PrefixLM",
+    "Rope",
     "SlidingWindow",
+    "apply_rope",
+    "append_kv",
     "attention",
     "attention_varlen",
     "check",
+    "compat",
+    "dropout_mask",
     "explain",
+    "explain_paged",
+    "gather_pages",
     "merge_states",
+    "nn",
+    "paged_attention",
+    "paged_workspace",
     "reference",
+    "rope_tables",
 ]

@@ -12,9 +12,10 @@ class check:
 
     Offsets must start at 0, never decrease, and end within q's and k's lengths; prefixes must not be negative; the
     lengths in use of ``attention_varlen`` must lie within their sequences; the blocks of a BlockSparse must fit into
-    its capacity. Hash buckets may be any numbers. ValueError names the first value that is wrong. Reading them waits
-    for the device, so it is meant for finding a fault, not for production. Inside torch.compile and CUDA graph capture
-    values cannot be read, and are not checked.
+    its capacity. Over paged caches lengths must lie within their tables, entries up to a length name pages that exist,
+    listed pages be places of the table, and new tokens have room. Hash buckets may be any numbers. ValueError names the
+    first value that is wrong. Reading them waits for the device, so it is meant for finding a fault, not for
+    production. Inside torch.compile and CUDA graph capture values cannot be read, and are not checked.
 
     As a context manager, ``with flashmsa.check(True):``, the mode before it returns at the end. Holds for the process.
     """

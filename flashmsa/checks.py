@@ -39,13 +39,15 @@ def check_gaps(q: Tensor, dropout_p: float, config: Any) -> None:
     if q.dtype in _FP8:
         raise NotImplementedError(f"q: dtype {q.dtype} is not supported yet; use torch.bfloat16")
     _check_dtype("q", q)
-    check_number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: {dropout_p}; must lie in [0, 1)")
-    if dropout_p > 0.0:
-        raise NotImplementedError(f"dropout_p: {dropout_p}; dropout is not supported yet, use 0.0")
+    check_dropout(dropout_p)
     if config is not None:
         raise NotImplementedError(f"config: {config!r}; choosing a kernel is not supported yet, use None")
+
+
+def check_dropout(p: Any, name: str = "dropout_p") -> None:
+    check_number(name, p)
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{name}: {p}; must lie in [0, 1)")
 
 
 def check_arguments(

@@ -30,6 +30,8 @@ class Wanted(NamedTuple):
     mask_kind: int
     softcap: bool
     alibi: bool
+    dropout: bool = False
+    backward: bool = False
 
 
 class Rejection(NamedTuple):
@@ -70,7 +72,7 @@ def reject(backend: str, q: Tensor, wanted: Wanted) -> Rejection | None:
     gap = gap_reason(backend, q.dtype, wanted)
     # NOTE: not while tracing: with dynamic=True the mask kind is a symbol there. The operator itself would raise.
     if gap is None and backend == "sm90" and not is_compiling() and not kernel_exists(wanted, q.dtype):
-        gap = f"no kernel was compiled for {_describe(wanted)} in {dtype_name(q.dtype)}"
+        gap = f"no {_passes(wanted)} compiled for {_describe(wanted)} in {dtype_name(q.dtype)}"
     return None if gap is None else Rejection(backend, gap, NotImplementedError)
 
 
@@ -84,9 +86,14 @@ def gap_reason(backend: str, dtype: torch.dtype, wanted: Wanted) -> str | None:
     return None
 
 
+def _passes(wanted: Wanted) -> str:
+    return "forward and backward kernels were" if wanted.backward else "kernel was"
+
+
 def _describe(wanted: Wanted) -> str:
-    options = [name for name, used in (("softcap", wanted.softcap), ("alibi_slopes", wanted.alibi)) if used]
-    return f"mask kind {wanted.mask_kind}{' with ' + ' and '.join(options) if options else ''}"
+    names = {"softcap": wanted.softcap, "alibi_slopes": wanted.alibi, "dropout_p": wanted.dropout}
+    options = " and ".join(name for name, used in names.items() if used)
+    return f"mask kind {wanted.mask_kind}{' with ' + options if options else ''}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,14 +102,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def kernel_exists(wanted: Wanted, dtype: torch.dtype) -> bool:
-    """Whether a kernel serves every head dim of this mask kind, these options and this dtype."""
-    return _C.find_kernel(wanted.mask_kind, dtype, MAX_HEAD_DIM, MAX_HEAD_DIM, wanted.softcap, wanted.alibi) is not None
+    """Whether kernels serve every head dim of this mask kind, these options and this dtype."""
+    kind, *options, backward = wanted
+    passes = (False, True) if backward else (False,)
+    return all(_C.find_kernel(kind, dtype, MAX_HEAD_DIM, MAX_HEAD_DIM, *options, x) is not None for x in passes)
 
 
-def all_kernels_exist(dtype: torch.dtype) -> bool:
-    """Whether kernels serve every mask kind with every option."""
-    every = (Wanted(*x) for x in product(MASK_KINDS, (False, True), (False, True)))
-    return all(kernel_exists(x, dtype) for x in every)
+def all_kernels_exist(dtype: torch.dtype, *, training: bool = False) -> bool:
+    """Whether kernels serve every mask kind with every option; for training with dropout and backward too."""
+    both = (False, True)
+    every = product(MASK_KINDS, both, both, both if training else (False,))
+    return all(kernel_exists(Wanted(*x, backward=training), dtype) for x in every)
 
 
 @torch.compiler.assume_constant_result

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import _C, torch_backend
@@ -15,7 +14,7 @@ from .checks import check_arguments, check_gaps, check_tensor
 from .dispatch import BACKENDS, SDPA_BELOW, Wanted, build_reason, choose, dtype_name, gap_reason, reject
 from .masks import Mask, has_values, lower
 from .masks.base import CAUSAL, DENSE, DILATED, DOCUMENT, HASH
-from .ops import autocast, check_backend, wanted_of
+from .ops import autocast, check_backend, wanted_of, wants_gradient
 
 _CPU_TILE = (64, 64)  # kBlockQ, kBlockKv of csrc/cpu/block.h
 
@@ -119,7 +118,7 @@ def explain(
     check_gaps(q, dropout_p, config)
     q, k, v = autocast(q, k, v)
     check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
-    wanted = wanted_of(mask, softcap, alibi_slopes)
+    wanted = wanted_of(mask, softcap, alibi_slopes, dropout_p, out is None and wants_gradient(q, k, v, sinks))
     notes = []
     if backend is None:
         chosen, rejections = choose(q, wanted)
@@ -138,13 +137,6 @@ def explain(
     for other in BACKENDS:
         if other != chosen and other not in rejected:
             rejected[other] = _why_not(other, backend, q, wanted)
-    if chosen != "torch" and torch.is_grad_enabled():
-        wants_grad = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.requires_grad]
-        if wants_grad:
-            notes.append(
-                f"{', '.join(wants_grad)} requires grad, and {chosen} has no backward pass yet: the call raises; use "
-                "torch.no_grad() or backend='torch'"
-            )
     if rejection is not None and rejection.error is not NotImplementedError:
         gap = gap_reason(chosen, q.dtype, wanted)
         if gap is not None:
@@ -198,7 +190,9 @@ def _why_not(other: str, named: str | None, q: Tensor, wanted: Wanted) -> str:
 
 
 def _kernel(q: Tensor, v: Tensor, wanted: Wanted) -> dict[str, Any] | None:
-    return _C.find_kernel(wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi)
+    return _C.find_kernel(
+        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout
+    )
 
 
 def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> tuple[int, int] | None:

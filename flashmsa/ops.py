@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import _C, torch_backend
-from .checks import check_arguments, check_gaps, check_mask, check_number, check_tensor
+from .checks import check_arguments, check_dropout, check_gaps, check_mask, check_number, check_tensor
 from .dispatch import BACKENDS, CPU_DTYPES, Wanted, all_kernels_exist, choose, named_error, reject, warn_once
+from .dropout import rng_state
 from .masks import Dense, Mask, lower
 from .masks.base import BLOCK_SPARSE, HASH
 
@@ -23,6 +24,8 @@ _AUTOCAST = frozenset(x for x in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.a
 # operator serves as well. CUDA devices enter with their first call.
 # PERF: an index costs a quarter of a microsecond less than a torch.device to make and hash.
 _FAST: set[tuple[int, torch.dtype]] = {(-1, dtype) for dtype in CPU_DTYPES}
+# Those of them for which that holds with dropout and gradients too.
+_FAST_TRAINING: set[tuple[int, torch.dtype]] = set(_FAST)
 
 # Set by flashmsa.check: validate values that lie on the device.
 _checked = False
@@ -55,10 +58,12 @@ def attention(
     softcap        > 0: logits become softcap * tanh(logit / softcap)
     sinks          (Hq,) float32: one more term e^sink in each row's denominator
     alibi_slopes   (Hq,) or (B, Hq) float32: logits lose slope * |p - j|, p the query's place among the keys
-    dropout_p      not supported yet; 0.0
-    seed           of dropout; unused
+    dropout_p      in [0, 1): the probability that a weight is dropped, rounded to 1/65536; the kept ones are scaled to
+                   make up for it. lse is that of all weights
+    seed           of dropout: an int, or an int64 tensor (seed, offset) on q's device; None: by torch's generator
     return_lse     also return the logarithm of each row's denominator, sink included
-    deterministic  the forward pass always is
+    deterministic  the same gradients, bit for bit, in every run, as torch.use_deterministic_algorithms(True) asks of
+                   every call; the forward pass always is
     backend        "sm90", "cpu" or "torch"; None: sm90 on compute capability 9.0, cpu for CPU tensors, and otherwise
                    torch, with one warning per reason
     config         not supported yet; None
@@ -66,17 +71,17 @@ def attention(
 
     Returns out (B, Hq, Sq, Dv) in q's dtype and memory order, and with ``return_lse`` lse (B, Hq, Sq) float32. Sums are
     in float32, for float64 in float64. A row without an allowed key is 0, its lse -inf. Keys that a row may not see do
-    not touch its result, NaN included.
+    not touch its result, NaN included. Differentiable once by q, k, v and sinks, through out and lse; on the torch
+    backend by alibi_slopes too.
 
-    Raises TypeError, ValueError, NotImplementedError (an input that requires grad on a native backend among others) or
-    RuntimeError (the machine) before anything is launched.
+    Raises TypeError, ValueError, NotImplementedError (second derivatives among others) or RuntimeError (the machine)
+    before anything is launched.
 
     Algorithm: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al., FlashAttention
     (2022).
     """
     if (
-        dropout_p == 0.0
-        and backend is None
+        backend is None
         and config is None
         and out is None
         and not _is_dynamo_compiling()
@@ -85,12 +90,20 @@ def attention(
         and isinstance(q, Tensor)
     ):
         # NOTE: the operator has autocast's casts itself.
-        if (q.get_device(), q.dtype) in _FAST:
+        place = (q.get_device(), q.dtype)
+        if place in _FAST and (place in _FAST_TRAINING or not _trains(dropout_p, q, k, v, sinks)):
             kind, ints, tensors = _DENSE if mask is None else mask._lowered
             if kind < HASH or _fits_native(kind, mask, q, k, alibi_slopes):
-                result = _native(q, k, v, kind, ints, tensors, scale, softcap, sinks, alibi_slopes, return_lse)
+                state = None if dropout_p == 0.0 else dropout_state(dropout_p, seed, q)
+                # fmt: off
+                result = _native(
+                    q, k, v, kind, ints, tensors, scale, softcap, sinks, alibi_slopes,
+                    dropout_p, state, deterministic, return_lse,
+                )
+                # fmt: on
                 return result if return_lse else result[0]
-    return _attention(q, k, v, mask, scale, softcap, sinks, alibi_slopes, dropout_p, return_lse, backend, config, out)
+    options = (dropout_p, seed, return_lse, deterministic, backend, config, out)
+    return _attention(q, k, v, mask, scale, softcap, sinks, alibi_slopes, *options)
 
 
 def _attention(
@@ -103,7 +116,9 @@ def _attention(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     dropout_p: float,
+    seed: int | Tensor | None,
     return_lse: bool,
+    deterministic: bool,
     backend: str | None,
     config: Any,
     out: Tensor | None,
@@ -117,45 +132,63 @@ def _attention(
     q, k, v = autocast(q, k, v)
     if _checked:
         _check_values(q, k, mask)
-    wanted = wanted_of(mask, softcap, alibi_slopes)
+    backward = out is None and wants_gradient(q, k, v, sinks)
+    wanted = wanted_of(mask, softcap, alibi_slopes, dropout_p, backward)
     chosen, reason = _resolve(backend, q, wanted)
+    state = dropout_state(dropout_p, seed, q)
     if chosen == "torch":
         check_arguments(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, out=out)
         if reason is not None:
             warn_once(reason)
         _check_no_grad(out, q, k, v, sinks, alibi_slopes)
-        result = torch_backend.attention(
-            q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes
-        )
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        result = torch_backend.attention(q, k, v, mask, **options, dropout_p=dropout_p, rng_state=state)
         if out is not None:
             result = out.copy_(result[0]), result[1]
     else:
-        result = _run_native(q, k, v, mask, scale, softcap, sinks, alibi_slopes, return_lse, out)
-        if chosen == "sm90" and not _is_dynamo_compiling() and all_kernels_exist(q.dtype):
-            _FAST.add((q.device.index, q.dtype))
+        options = (scale, softcap, sinks, alibi_slopes, dropout_p, state, deterministic, return_lse)
+        result = _run_native(q, k, v, mask, options, out)
+        if chosen == "sm90" and not _is_dynamo_compiling():
+            _remember(q)
     return result if return_lse else result[0]
 
 
 def _run_native(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: tuple[Any, ...], out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """``options``: the operator's arguments from scale on."""
     lowered = lower(mask)
-    _fits_native(lowered[0], mask, q, k, alibi_slopes)
-    call = (q, k, v, *lowered, scale, softcap, sinks, alibi_slopes, return_lse)
+    _fits_native(lowered[0], mask, q, k, options[3])
+    call = (q, k, v, *lowered, *options)
     # NOTE: a tracer has to see the operator; the binding's entry skips torch.ops' parsing of arguments.
     if _is_dynamo_compiling():
         op = torch.ops.flashmsa.attention
         return op.default(*call) if out is None else (out, op.out(*call, out=out))
     return _native(*call) if out is None else _C.attention_out(*call, out)
+
+
+def _remember(q: Tensor) -> None:
+    """That kernels serve every call on q's device and dtype, where they do."""
+    place = (q.device.index, q.dtype)
+    if place not in _FAST and all_kernels_exist(q.dtype):
+        _FAST.add(place)
+        if all_kernels_exist(q.dtype, training=True):
+            _FAST_TRAINING.add(place)
+
+
+def _trains(dropout_p: float, *inputs: Tensor | None) -> bool:
+    return dropout_p != 0.0 or wants_gradient(*inputs)
+
+
+def wants_gradient(*inputs: Tensor | None) -> bool:
+    """Whether a call with these inputs is recorded for a backward pass."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def dropout_state(dropout_p: float, seed: int | Tensor | None, q: Tensor) -> Tensor | None:
+    """Seed and offset on q's device for dropout; None without, whatever the seed."""
+    check_dropout(dropout_p)
+    return rng_state(seed, q.device) if dropout_p > 0.0 else None
 
 
 def _fits_native(kind: int, mask: Mask | None, q: Tensor, k: Tensor, alibi_slopes: Tensor | None) -> bool:
@@ -166,9 +199,11 @@ def _fits_native(kind: int, mask: Mask | None, q: Tensor, k: Tensor, alibi_slope
     return kind != HASH or alibi_slopes is None
 
 
-def wanted_of(mask: Mask | None, softcap: float, alibi_slopes: Tensor | None) -> Wanted:
+def wanted_of(
+    mask: Mask | None, softcap: float, alibi_slopes: Tensor | None, dropout_p: float, backward: bool
+) -> Wanted:
     """What a backend must have for these arguments."""
-    return Wanted(lower(mask)[0], softcap != 0.0, alibi_slopes is not None)
+    return Wanted(lower(mask)[0], softcap != 0.0, alibi_slopes is not None, dropout_p > 0.0, backward)
 
 
 def _resolve(backend: str | None, q: Tensor, wanted: Wanted) -> tuple[str, str | None]:
@@ -209,7 +244,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def runs_at_once(q: Tensor) -> bool:
     """Whether a native backend runs every call on q's device and dtype, and nothing has to be traced or validated."""
-    return not _is_dynamo_compiling() and not _checked and (q.get_device(), q.dtype) in _FAST
+    place = (q.get_device(), q.dtype)
+    return not _is_dynamo_compiling() and not _checked and place in _FAST and place in _FAST_TRAINING
 
 
 def can_read(q: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_arguments, check_gaps, check_tensor
+from .dropout import keep_scale, kept_rows, rng_state
 from .masks import Dense, Mask
 from .torch_backend import without_autocast
 
@@ -33,7 +34,8 @@ def reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flashmsa.attention`` computed in float64 from the mask's ``to_dense``; out and lse are float64.
 
-    Same arguments, shapes and errors; ``seed``, ``deterministic`` and ``backend`` change nothing here. Differentiable.
+    Same arguments, shapes and errors; ``deterministic`` and ``backend`` change nothing here. Differentiable, slopes
+    too: gradients keep to the pairs that the mask allows, so that NaN elsewhere does not touch them.
     Holds a (B, Hq, block, Sk) float64 tensor for a block of query rows at a time, beside the dense mask.
     """
     check_tensor("q", q)
@@ -43,9 +45,12 @@ def reference(
     heads, len_q, len_kv = q.shape[1], q.shape[2], k.shape[2]
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     groups = heads // max(1, k.shape[1])
+    state = rng_state(seed, q.device) if dropout_p > 0.0 else None
     with without_autocast(q.device.type):
         # Query head h uses kv head h // groups.
         k64, v64 = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
+        # NOTE: once, so that their float32 gradients are rounded once.
+        sinks64, slopes64 = (None if x is None else x.double() for x in (sinks, alibi_slopes))
         dense = mask.to_dense(len_q, len_kv, q.device)
         if dense.dim() == 4 and dense.shape[1] not in (1, heads):
             dense = dense.repeat_interleave(heads // dense.shape[1], dim=1)
@@ -55,13 +60,25 @@ def reference(
         parts = []
         rows = max(1, 2**25 // max(1, q.shape[0] * heads * len_kv))
         for first in range(0, len_q, rows):
-            block = slice(first, first + rows)
-            s = scale * (q[:, :, block].double() @ k64.mT)
-            if softcap > 0.0:
-                s = softcap * torch.tanh(s / softcap)
-            if alibi_slopes is not None:
-                s = s - alibi_slopes.double()[..., None, None] * distance[..., block, :]
-            parts.append(_softmax_times_v(s, dense[..., block, :], v64, sinks))
+            block = slice(first, min(first + rows, len_q))
+            allowed, away = dense[..., block, :], distance[..., block, :]
+
+            def bend(s: Tensor, away: Tensor = away) -> Tensor:
+                s = scale * s
+                s = softcap * torch.tanh(s / softcap) if softcap > 0.0 else s
+                return s if slopes64 is None else s - slopes64[..., None, None] * away
+
+            q64 = q[:, :, block].double()
+            # A row that sees nothing, or only logits of -inf, is 0 whatever its sink, and so are its gradients.
+            with torch.no_grad():
+                seen = (allowed & (bend(q64 @ k64.mT) != -math.inf)).any(-1, keepdim=True)
+            counted = allowed & seen
+            s = torch.where(counted, bend(_Products.apply(q64, k64, counted)), -math.inf)
+            times = None
+            if state is not None:
+                kept = kept_rows(state, dropout_p, q.shape[0], heads, block, len_kv)
+                times = kept.double() * keep_scale(dropout_p)
+            parts.append(_softmax_times_v(s, counted, v64, sinks64, times))
     if parts:
         result, lse = torch.cat([o for o, _ in parts], dim=2), torch.cat([x for _, x in parts], dim=2)
     else:
@@ -71,26 +88,61 @@ def reference(
     return (result, lse) if return_lse else result
 
 
-def _softmax_times_v(s: Tensor, allowed: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows of logits (B, H, R, Sk) to out (B, H, R, Dv) and lse (B, H, R); the softmax is over the allowed keys."""
-    s = torch.where(allowed, s, -math.inf)
-    # A row that sees nothing, or only logits of -inf, is 0 whatever its sink.
-    unseen = torch.nn.functional.pad(s, (0, 1), value=-math.inf).amax(-1, keepdim=True) == -math.inf
+def _softmax_times_v(
+    s: Tensor, counted: Tensor, v: Tensor, sinks: Tensor | None, times: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows of logits (B, H, R, Sk) to out (B, H, R, Dv) and lse (B, H, R); the softmax is over the counted keys.
+
+    Each weight counts ``times`` times in out, not in lse.
+    """
     if sinks is not None:
-        s = torch.cat([s, sinks.double()[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+        s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
     # One more key of weight 0, so that a row always has a maximum.
     m = torch.nn.functional.pad(s, (0, 1), value=-math.inf).amax(-1, keepdim=True).detach()
     m = torch.where(m == -math.inf, 0.0, m)
     e = torch.exp(s - m)
     total = e.sum(-1, keepdim=True)
     empty = total == 0.0
-    p = torch.where(allowed, e[..., : v.shape[2]], 0.0) / torch.where(empty, 1.0, total)
+    p = torch.where(counted, e[..., : v.shape[2]] / torch.where(empty, 1.0, total), 0.0)
     lse = torch.where(empty, -math.inf, m + torch.log(torch.where(empty, 1.0, total))).squeeze(-1)
     if sinks is not None:
-        p = torch.where(unseen, 0.0, p)
-        lse = torch.where(unseen.squeeze(-1), sinks.double()[:, None], lse)
-    if bool(v.isfinite().all()):
-        return p @ v, lse
-    # 0 * NaN is NaN: terms of keys that a row may not see have to be left out of the sum, one row after another.
-    rows = [torch.where(allowed[..., i, :, None], p[:, :, i, :, None] * v, 0.0).sum(-2) for i in range(p.shape[2])]
-    return torch.where(unseen, 0.0, torch.stack(rows, dim=2)), lse
+        # NOTE: not log(e^sink): a sink may be infinite or NaN.
+        unseen = ~counted.any(-1).expand(lse.shape)
+        lse = torch.where(unseen, sinks[:, None], lse)
+    return _Sums.apply(p if times is None else p * times, v, counted), lse
+
+
+class _Products(torch.autograd.Function):
+    """q k^T, (B, H, R, Sk), whose gradient comes from the counted pairs alone; it is 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, counted: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, counted)
+        return q @ k.mT
+
+    @staticmethod
+    def backward(ctx: Any, d_s: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k, counted = ctx.saved_tensors
+        # NOTE: what stands between, a cap, makes NaN of the 0 of a pair that may not be seen where its product is NaN.
+        d_s = torch.where(counted, d_s, 0.0)
+        return _Sums.apply(d_s, k, counted), _Sums.apply(d_s.mT, q, counted.mT), None
+
+
+class _Sums(torch.autograd.Function):
+    """For each row the sum of weight * x over the counted pairs alone. It is 0 elsewhere, but 0 * NaN is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, counted: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x, counted)
+        if bool(x.isfinite().all()):
+            return weight @ x
+        counted, weight, x = counted.expand(weight.shape)[..., None], weight[..., None], x[..., None, :, :]
+        # The terms one by one, of some rows at a time.
+        rows = max(1, 2**24 // max(1, x.numel()))
+        parts = zip(weight.split(rows, dim=-3), counted.split(rows, dim=-3), strict=True)
+        return torch.cat([torch.where(c, w * x, 0.0).sum(-2) for w, c in parts], dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor, Tensor, None]:
+        weight, x, counted = ctx.saved_tensors
+        return torch.where(counted, d_sum @ x.mT, 0.0), _Sums.apply(weight.mT, d_sum, counted.mT), None

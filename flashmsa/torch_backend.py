@@ -1,7 +1,7 @@
 """The ``torch`` backend: attention composed of torch operators, on any device, with the same rules as the kernels.
 
     s = scale q k^T, capped and biased;  m = max s,  p = exp(s - m),  l = sum p,  over the allowed keys of each row
-    o = p v / l,  lse = m + log l
+    o = p v / l,  lse = m + log l;  with dropout the p of o alone are dropped, and the kept ones scaled
 
 Blocks of query rows are taken one after another, forward and backward, so that memory is O(S * block). The backward
 pass recomputes p = exp(s - lse) and follows Dao et al., FlashAttention-2 (2023), section 3.1.2.
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .dropout import keep_scale, kept_rows
 from .masks import Dense, Lowered, Mask, has_values
 from .masks.visible import Visible, visible
 
@@ -35,6 +36,8 @@ class _Rules(NamedTuple):
     scale: float
     softcap: float
     visible: Visible  # which keys a row may see, and its place among them
+    dropout_p: float = 0.0
+    rng_state: Tensor | None = None  # int64 (2,), where dropout_p > 0
 
 
 def attention(
@@ -47,24 +50,39 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) for arguments that have been checked. Shapes as in ``flashmsa.attention``; differentiable once."""
+    """(out, lse) for arguments that have been checked. Shapes as in ``flashmsa.attention``; differentiable once.
+
+    rng_state   int64 (2,) on q's device, (seed, offset), where dropout_p > 0: see dropout.py
+    """
     mask = Dense() if mask is None else mask
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, mask, scale, softcap, sinks, alibi_slopes)
+        return _traced(q, k, v, mask, scale, softcap, sinks, alibi_slopes, dropout_p, rng_state)
     # NOTE: torch's own test in Function.apply, which says that we lack a method.
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "flashmsa.attention: torch.func's transforms (vmap, grad, jvp, ...) are not supported; torch.autograd is"
         )
     with without_autocast(q.device.type):
-        rules = _rules(q, k, mask._lower(), scale, softcap)
-        return _Attention.apply(q, k, v, sinks, alibi_slopes, rules.scale, rules.softcap, *rules.visible)
+        rules = _rules(q, k, mask._lower(), scale, softcap, dropout_p, rng_state)
+        numbers = (rules.scale, rules.softcap, rules.dropout_p)
+        return _Attention.apply(q, k, v, sinks, alibi_slopes, *numbers, rules.rng_state, *rules.visible)
 
 
-def _rules(q: Tensor, k: Tensor, mask: Lowered, scale: float | None, softcap: float) -> _Rules:
+def _rules(
+    q: Tensor,
+    k: Tensor,
+    mask: Lowered,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> _Rules:
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    return _Rules(scale, float(softcap), visible(*mask, q.shape[2], k.shape[2], q.device))
+    rows = visible(*mask, q.shape[2], k.shape[2], q.device)
+    return _Rules(scale, float(softcap), rows, float(dropout_p), rng_state)
 
 
 class _Attention(torch.autograd.Function):
@@ -78,26 +96,30 @@ class _Attention(torch.autograd.Function):
         slopes: Tensor | None,
         scale: float,
         softcap: float,
+        dropout_p: float,
+        rng_state: Tensor | None,
         *rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, sinks, slopes, _Rules(scale, softcap, Visible(*rows)))
-        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, *rows)
-        ctx.scale, ctx.softcap = scale, softcap
+        rules = _Rules(scale, softcap, Visible(*rows), dropout_p, rng_state)
+        out, lse = _forward(q, k, v, sinks, slopes, rules)
+        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, rng_state, *rows)
+        ctx.numbers = (scale, softcap, dropout_p)
         result = _empty_out(q, v.shape[3])
         result.copy_(out)
         return result, lse.float()
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, slopes, out, lse, *rows = ctx.saved_tensors
-        rules = _Rules(ctx.scale, ctx.softcap, Visible(*rows))
+        q, k, v, sinks, slopes, out, lse, rng_state, *rows = ctx.saved_tensors
+        scale, softcap, dropout_p = ctx.numbers
+        rules = _Rules(scale, softcap, Visible(*rows), dropout_p, rng_state)
         with torch.no_grad(), without_autocast(q.device.type):
             grads = _backward(q, k, v, sinks, slopes, rules, out, lse, d_out, d_lse)
         if torch.is_grad_enabled():
             # NOTE: autograd's once_differentiable looks at d_out alone, and would take these for constants of q, k, v.
             sources = tuple(x for x in (q, k, v, sinks, slopes, d_out, d_lse) if x is not None)
             grads = tuple(None if x is None else _OnceDifferentiable.apply(x, *sources) for x in grads)
-        return (*grads, None, None, *(None for _ in rows))
+        return (*grads, None, None, None, None, *(None for _ in rows))
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -120,6 +142,7 @@ def _no_second_derivative() -> NotImplementedError:
 # The traced path. The operators take the mask as the native one does, and compute the rules inside.
 
 _RULES = "int mask, int[] mask_ints, Tensor[] mask_tensors, float? scale, float softcap"
+_OPTIONS = "Tensor? sinks, Tensor? alibi_slopes, float dropout_p, Tensor? rng_state"
 
 
 def _traced(
@@ -131,17 +154,19 @@ def _traced(
     softcap: float,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     kind, ints, tensors = mask._lower()
     op = torch.ops.flashmsa.composed.default
-    out, lse = op(q, k, v, kind, ints, tensors, scale, softcap, sinks, slopes)
+    out, lse = op(q, k, v, kind, ints, tensors, scale, softcap, sinks, slopes, dropout_p, rng_state)
     return _empty_out(q, v.shape[3]).copy_(out), lse.float()
 
 
 @torch.library.custom_op(
     "flashmsa::composed",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_RULES}, Tensor? sinks, Tensor? alibi_slopes) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_RULES}, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 def _composed(
     q: Tensor,
@@ -154,10 +179,12 @@ def _composed(
     softcap: float,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), contiguous, in the dtype of the computation: backward needs them so."""
     with without_autocast(q.device.type):
-        rules = _rules(q, k, (mask, mask_ints, mask_tensors), scale, softcap)
+        rules = _rules(q, k, (mask, mask_ints, mask_tensors), scale, softcap, dropout_p, rng_state)
         return _forward(q, k, v, sinks, alibi_slopes, rules)
 
 
@@ -171,7 +198,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     "flashmsa::composed_backward",
     mutates_args=(),
     schema="(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    f"{_RULES}, Tensor? sinks, Tensor? alibi_slopes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_RULES}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _composed_backward(
     d_out: Tensor,
@@ -188,34 +215,39 @@ def _composed_backward(
     softcap: float,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, sinks and alibi_slopes; (0,) for one of the latter two that is not there."""
     with without_autocast(q.device.type):
-        rules = _rules(q, k, (mask, mask_ints, mask_tensors), scale, softcap)
+        rules = _rules(q, k, (mask, mask_ints, mask_tensors), scale, softcap, dropout_p, rng_state)
         grads = _backward(q, k, v, sinks, alibi_slopes, rules, out, lse, d_out, d_lse)
     return tuple(q.new_empty(0) if x is None else x for x in grads)
 
 
 @_composed_backward.register_fake
 def _(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, *rest[-2:]))
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, v, *rest[-4:-2]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, slopes = inputs
-    ctx.save_for_backward(*output, q, k, v, sinks, slopes, *mask_tensors)
-    ctx.mask, ctx.scale, ctx.softcap = (mask, mask_ints), scale, softcap
+    q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, slopes, dropout_p, rng_state = inputs
+    ctx.save_for_backward(*output, q, k, v, sinks, slopes, rng_state, *mask_tensors)
+    ctx.mask, ctx.numbers = (mask, mask_ints), (scale, softcap, dropout_p)
 
 
 def _gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-    out, lse, q, k, v, sinks, slopes, *mask_tensors = ctx.saved_tensors
+    out, lse, q, k, v, sinks, slopes, rng_state, *mask_tensors = ctx.saved_tensors
     op = torch.ops.flashmsa.composed_backward.default
     mask, mask_ints = ctx.mask
-    rules = (mask, mask_ints, mask_tensors, ctx.scale, ctx.softcap)
-    dq, dk, dv, d_sinks, d_slopes = op(d_out, d_lse, out, lse, q, k, v, *rules, sinks, slopes)
+    scale, softcap, dropout_p = ctx.numbers
+    options = (sinks, slopes, dropout_p, rng_state)
+    rules = (mask, mask_ints, mask_tensors, scale, softcap)
+    dq, dk, dv, d_sinks, d_slopes = op(d_out, d_lse, out, lse, q, k, v, *rules, *options)
     # NOTE: torch wants a list for each list of tensors among the arguments, and takes an empty one of ints for one.
     no_rules = (None, None if mask_ints else [], [None] * len(mask_tensors), None, None)
-    return dq, dk, dv, *no_rules, None if sinks is None else d_sinks, None if slopes is None else d_slopes
+    of_options = (None if sinks is None else d_sinks, None if slopes is None else d_slopes, None, None)
+    return dq, dk, dv, *no_rules, *of_options
 
 
 def _refuse(ctx: Any, *_: Tensor) -> None:
@@ -253,6 +285,8 @@ def _forward(
         p = torch.where(allowed, torch.exp(s - m), 0.0)
         l = p.sum(-1, keepdim=True)
         l = l if sink is None else l + torch.exp(sink - m)
+        if rules.dropout_p > 0.0:
+            p = torch.where(_kept(rules, q, rows, k), p * keep_scale(rules.dropout_p), 0.0)
         o = p @ v[:, :, None] if v_is_finite else _weighted_sum(p, allowed, v[:, :, None])
         # NOTE: also where the sink is infinite or NaN, which l then is NaN from. NaN logits have a maximum of NaN.
         out[:, :, rows] = torch.where(empty, 0.0, o / l).flatten(1, 2)
@@ -285,21 +319,28 @@ def _backward(
         q_rows, do = _group(q[:, :, rows].to(dtype), k), _group(d_out[:, :, rows].to(dtype), k)
         s, s_slope = _logits(q_rows, k_, slopes, rules, rows)
         lse_rows = _group(lse[:, :, rows, None], k)
-        # NOTE: a row that sees nothing has no gradient, whatever is asked of its lse.
+        # NOTE: a row that sees nothing, or only logits of -inf, gives q, k and v no gradient, whatever is asked of its
+        # lse, and a sink that of its lse alone.
         live = lse_rows != -math.inf
-        p = torch.where(allowed & live, torch.exp(s - lse_rows), 0.0)
-        dp = do @ v_[:, :, None].mT
-        delta = (do * _group(out[:, :, rows], k)).sum(-1, keepdim=True) - _group(d_lse[:, :, rows, None].to(dtype), k)
-        ds = torch.where(allowed & live, p * (dp - delta), 0.0)
+        sees = (allowed & (s != -math.inf)).any(-1, keepdim=True)
+        allowed = allowed & sees
+        p = torch.where(allowed, torch.exp(s - lse_rows), 0.0)
+        dp, weight = do @ v_[:, :, None].mT, p
+        if rules.dropout_p > 0.0:
+            kept, times = _kept(rules, q, rows, k), keep_scale(rules.dropout_p)
+            dp, weight = torch.where(kept, dp * times, 0.0), torch.where(kept, p * times, 0.0)
+        delta = torch.where(sees, (do * _group(out[:, :, rows], k)).sum(-1, keepdim=True), 0.0)
+        delta = delta - _group(d_lse[:, :, rows, None].to(dtype), k)
+        ds = torch.where(allowed, p * (dp - delta), 0.0)
         if d_slopes is not None:
             d_slopes -= (ds * _distance(rules, rows)).sum((-2, -1)).flatten(1, 2)
         if d_sinks is not None:
             share = torch.exp(_per_head(sinks, k.shape[1]).to(dtype) - lse_rows)
             d_sinks -= torch.where(live, share * delta, 0.0).sum((0, -2, -1)).flatten()
-        ds = torch.where(allowed & live, ds * s_slope, 0.0)
+        ds = torch.where(allowed, ds * s_slope, 0.0)
         dq[:, :, rows] = _sum_gradient(ds, allowed, k_[:, :, None]).flatten(1, 2).to(dq.dtype)
         dk += _sum_gradient(ds.mT, allowed.mT, q_rows).sum(2)
-        dv += _sum_gradient(p.mT, allowed.mT, do).sum(2)
+        dv += _sum_gradient(weight.mT, allowed.mT, do).sum(2)
     if d_slopes is not None:
         d_slopes = (d_slopes if slopes.dim() == 2 else d_slopes.sum(0)).to(slopes.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype), None if d_sinks is None else d_sinks.to(sinks.dtype), d_slopes
@@ -363,6 +404,11 @@ def _allowed(rules: _Rules, rows: slice, heads_kv: int) -> Tensor:
     heads = allowed.shape[1]
     # NOTE: a mask of as many heads as k has is shared by the query heads of each.
     return allowed.unflatten(1, (heads_kv, heads // heads_kv)) if heads > 1 else allowed[:, :, None]
+
+
+def _kept(rules: _Rules, q: Tensor, rows: slice, k: Tensor) -> Tensor:
+    """The weights that dropout keeps, (B, Hkv, G, rows, len_kv) bool."""
+    return _group(kept_rows(rules.rng_state, rules.dropout_p, *q.shape[:2], rows, k.shape[2]), k)
 
 
 def _distance(rules: _Rules, rows: slice) -> Tensor:

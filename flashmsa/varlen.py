@@ -50,9 +50,11 @@ def attention_varlen(
     max_seqlen_k   sequence raise
     seqused_k      int32 (n,): of the keys of sequence d only the first seqused_k[d] are there
     alibi_slopes   (Hq,) float32; distances are counted inside each sequence
+    dropout_p      rows and keys are numbered as they are packed: dropout_mask(1, Hq, T, Tk, dropout_p, seed)
     out            write the result here: (T, Hq, Dv)
 
-    The other arguments are those of ``attention``. Returns out (T, Hq, Dv), and with ``return_lse`` lse (Hq, T)
+    The other arguments, and what has gradients, are those of ``attention``: rows and keys past the last sequence get
+    gradients of 0. Returns out (T, Hq, Dv), and with ``return_lse`` lse (Hq, T)
     float32. Rows past the last sequence are 0, their lse -inf (with sinks: the sink). Offsets, lengths and prefixes on
     a device are read by every launch and never on the host, so that a captured graph replays with others.
 
@@ -76,16 +78,18 @@ def attention_varlen(
     # NOTE: ALiBi's positions are those inside each sequence, which a document mask does not count.
     causal = _causality(mask)
     plain = seqused_k is None and alibi_slopes is None and causal is not None
-    if backend is None and out is None and config is None and dropout_p == 0.0 and ops.runs_at_once(q):
+    if backend is None and out is None and config is None and ops.runs_at_once(q):
         offsets = (cu_seqlens_q, kv_offsets)
         lowered = (DOCUMENT, (int(causal),), offsets) if plain else lower_in_sequences(mask, *offsets, seqused_k)
-        result, lse = ops._native(*packed, *lowered, scale, softcap, sinks, alibi_slopes, return_lse)
+        state = ops.dropout_state(dropout_p, seed, q)
+        options = (scale, softcap, sinks, alibi_slopes, dropout_p, state, deterministic, return_lse)
+        result, lse = ops._native(*packed, *lowered, *options)
     else:
         if plain:
             inside = Document(cu_seqlens_q, cu_seqlens_k, causal=causal)
         else:
             inside = PerSequence(Dense() if mask is None else mask, cu_seqlens_q, kv_offsets, seqused_k)
-        options = (scale, softcap, sinks, alibi_slopes, dropout_p, True, backend, config, whole)
+        options = (scale, softcap, sinks, alibi_slopes, dropout_p, seed, True, deterministic, backend, config, whole)
         result, lse = ops._attention(*packed, inside, *options)
     result = result.transpose(1, 2).squeeze(0) if out is None else out
     return (result, lse.squeeze(0)) if return_lse else result

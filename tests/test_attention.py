@@ -855,7 +855,8 @@ def op_arguments(mask: MaskCase, device: str) -> tuple[int, list[int], list[torc
     return (0, [], []) if mask.kind == "dense" else (1, [int(mask.kind == "top-left")], [])
 
 
-NO_OPTIONS = (0.0, None, None)  # softcap, sinks, alibi_slopes
+# softcap, sinks, alibi_slopes, dropout_p, rng_state, deterministic
+NO_OPTIONS = (0.0, None, None, 0.0, None, False)
 
 
 @pytest.mark.parametrize("target", targets(composed=False, dtypes=(torch.float32, torch.bfloat16)))

@@ -112,7 +112,8 @@ def test_a_native_backend_asked_for_by_name_names_the_gap() -> None:
         attention(q, k, v, BUCKETS, backend="cpu", alibi_slopes=torch.ones(6))
     with pytest.raises(NotImplementedError, match=r"alibi_slopes: .*HashBucket.*torch"):
         kind, ints, tensors = BUCKETS._lower()
-        torch.ops.flashmsa.attention(q, k, v, kind, ints, tensors, None, 0.0, None, torch.ones(6), False)
+        options = (None, 0.0, None, torch.ones(6), 0.0, None, False, False)
+        torch.ops.flashmsa.attention(q, k, v, kind, ints, tensors, *options)
 
 
 def test_backends_of_other_devices() -> None:
@@ -156,10 +157,11 @@ def test_capability_and_build_are_reasons(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gradients_do_not_change_the_backend() -> None:
     q, k, v = make()
+    expected = attention(q, k, v, Causal())
     q.requires_grad_()
-    with pytest.raises(NotImplementedError, match="q: requires grad"):
-        attention(q, k, v)
-    with pytest.raises(NotImplementedError, match="q: requires grad"):
+    out = attention(q, k, v, Causal())
+    assert torch.equal(out, expected) and "FlashmsaAttention" in out.grad_fn.name()
+    with pytest.raises(NotImplementedError, match=r"q: requires grad.* out="):
         attention(q, k, v, Causal(), return_lse=True, out=torch.empty(2, 6, 37, 24))
 
 
@@ -592,8 +594,11 @@ def test_second_derivatives_through_a_compiled_call_raise() -> None:
 def test_compile_never_detaches() -> None:
     torch._dynamo.reset()
     q, k, v = (x.requires_grad_() for x in make())
-    with pytest.raises(Exception, match="requires grad"):
-        torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")(q, k, v)
+    out = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")(q, k, v)
+    for got, want in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)), strict=True
+    ):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("mask", [mask or Dense() for mask in EVERY_KIND], ids=repr)
@@ -604,7 +609,7 @@ def test_opcheck(mask: Mask, with_options: bool, device: str) -> None:
     q, k, v = (x.to(device, dtype) for x in make())
     slopes = None if mask is BUCKETS else torch.rand(2, 6, device=device)
     given = (-0.3, 2.0, torch.randn(6, device=device), slopes) if with_options else (None, 0.0, None, None)
-    args = (q, k, v, *lowered(mask, device), *given, with_options)
+    args = (q, k, v, *lowered(mask, device), *given, 0.0, None, False, with_options)
     torch.library.opcheck(torch.ops.flashmsa.attention.default, args)
     out = torch.empty(2, 6, 37, 24, device=device, dtype=dtype)
     torch.library.opcheck(torch.ops.flashmsa.attention.out, args, {"out": out})
@@ -626,11 +631,13 @@ def test_opcheck_of_the_composed_operators(mask: Mask, dtype: torch.dtype, devic
     q, k, v = (transposed(x.to(device, dtype)) for x in make())
     sinks, slopes = torch.randn(6, device=device), torch.rand(2, 6, device=device)
     rules = lowered(mask, device)
-    out, lse = torch.ops.flashmsa.composed(q, k, v, *rules, None, 2.0, sinks, slopes)
+    state = torch.tensor([3, 4], device=device)
+    out, lse = torch.ops.flashmsa.composed(q, k, v, *rules, None, 2.0, sinks, slopes, 0.0, None)
     gradients = (torch.randn_like(out), torch.randn_like(lse))
-    for given in ((None, 0.0, None, None), (-0.3, 2.0, sinks, slopes)):
+    for given in ((None, 0.0, None, None, 0.0, None), (-0.3, 2.0, sinks, slopes, 0.1, state)):
         backward = (*gradients, out, lse, q, k, v, *rules, *given)
         torch.library.opcheck(torch.ops.flashmsa.composed_backward.default, backward)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        options = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given]
+        is_real = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in given]
+        options = [x.detach().requires_grad_() if real else x for x, real in zip(given, is_real, strict=True)]
         torch.library.opcheck(torch.ops.flashmsa.composed.default, (*leaves, *rules, *options))

@@ -205,12 +205,16 @@ def test_more_tiles_than_the_kernels_count() -> None:
     torch.cuda.empty_cache()
 
 
+# scale, softcap, sinks, alibi_slopes, dropout_p, rng_state, deterministic, return_lse
+NO_OPTIONS = (None, 0.0, None, None, 0.0, None, False, False)
+
+
 def test_mask_kind_of_the_operator() -> None:
     """Of 64 bits: no kind is one of ours modulo 2^32."""
     call = Call(Target("cpu", "cpu", torch.float32))
     for kind in (-1, 7, 2**32, 2**32 + 1):
         with pytest.raises(ValueError, match=f"mask: kind {kind} is unknown"):
-            torch.ops.flashmsa.attention(call.q, call.k, call.v, kind, [], [], None, 0.0, None, None, False)
+            torch.ops.flashmsa.attention(call.q, call.k, call.v, kind, [], [], *NO_OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,7 @@ def test_lowered_masks_of_the_operator(kind: int, ints: list[int], tensors: list
         held = [int32(*x, device=device) for x in tensors]
         q, k, v = (x.to(device) for x in (call.q, call.k, call.v))
         with pytest.raises(ValueError, match=message):
-            torch.ops.flashmsa.attention(q, k, v, kind, ints, held, None, 0.0, None, None, False)
+            torch.ops.flashmsa.attention(q, k, v, kind, ints, held, *NO_OPTIONS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,15 +330,10 @@ def test_sinks_and_slopes(call: Call, name: str) -> None:
 def test_sinks_and_slopes_that_require_grad(call: Call, name: str) -> None:
     value = torch.zeros(4, device=call.q.device, requires_grad=True)
     call.changed(**{name: value})
-    if call.target.backend == "torch":
+    if call.target.backend == "torch" or name == "sinks":
         assert call().requires_grad
     else:
-        call.raises(NotImplementedError, rf"\b{name}\b", "no_grad|torch")
-
-
-@EVERYWHERE
-def test_dropout_is_a_gap(call: Call) -> None:
-    call.changed(dropout_p=0.1).raises(NotImplementedError, r"\bdropout_p\b")
+        call.raises(NotImplementedError, rf"\b{name}\b", "no_grad", "torch")
 
 
 @EVERYWHERE
@@ -355,22 +354,18 @@ def test_options_are_keyword_only(call: Call) -> None:
 # Gradients, transforms
 
 
-NO_BACKWARD = [p for p in ONE_EACH if p.values[0].backend != "torch"] + [
-    pytest.param(Target(None, "cpu", torch.float32), id="auto@cpu")
-]
-
-
-@pytest.mark.parametrize("target", NO_BACKWARD)
+@EVERYWHERE
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_requires_grad_is_never_detached(call: Call, name: str) -> None:
-    getattr(call, name).requires_grad_()
-    call.raises(NotImplementedError, rf"\b{name}\b", "no_grad", "torch")
+    x = getattr(call, name).requires_grad_()
+    (grad,) = torch.autograd.grad(call().sum(), x)
+    assert grad.shape == x.shape and grad.dtype == x.dtype
 
 
-@pytest.mark.parametrize("target", NO_BACKWARD)
+@EVERYWHERE
 def test_a_result_of_a_graph_is_never_detached(call: Call) -> None:
     weight = torch.ones((), device=call.q.device, dtype=call.q.dtype, requires_grad=True)
-    call.changed(q=call.q * weight).raises(NotImplementedError, r"\bq\b", "no_grad")
+    assert call.changed(q=call.q * weight)().requires_grad
 
 
 @EVERYWHERE

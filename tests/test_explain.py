@@ -273,15 +273,11 @@ def test_keys_beyond_any_tile() -> None:
             _C.tile_counts(0, [], [], 1, 1, 10, 10, *block)
 
 
-def test_the_note_on_gradients() -> None:
+def test_gradients_change_nothing_on_the_cpu() -> None:
     q, k, v = make()
+    expected = str(explain(q, k, v))
     k.requires_grad_()
-    assert any(note.startswith("k requires grad") for note in explain(q, k, v).notes)
-    with pytest.raises(NotImplementedError, match="k: requires grad"):
-        flashmsa.attention(q, k, v)
-    with torch.no_grad():
-        assert not explain(q, k, v).notes
-    assert not explain(q, k, v, backend="torch").notes
+    assert str(explain(q, k, v)) == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,7 +384,7 @@ def test_errors_are_those_of_attention() -> None:
     for bad, error in (
         ({"mask": torch.ones(3)}, TypeError),
         ({"backend": "cuda"}, ValueError),
-        ({"dropout_p": 0.5}, NotImplementedError),
+        ({"dropout_p": 1.0}, ValueError),
         ({"config": object()}, NotImplementedError),
         ({"scale": float("nan")}, ValueError),
     ):

@@ -1,5 +1,6 @@
 #include "binding/arguments.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -281,6 +282,24 @@ void check_options(const Arguments& args, const Int& batch, const Int& heads) {
   }
 }
 
+void check_dropout(const Arguments& args) {
+  // NOTE: so that NaN fails too.
+  TORCH_CHECK_VALUE(args.dropout_p >= 0.0 && args.dropout_p < 1.0, "dropout_p: ", args.dropout_p,
+                    "; must lie in [0, 1)");
+  if (!args.rng_state.has_value()) {
+    TORCH_CHECK_VALUE(args.dropout_p == 0.0, "rng_state: None with dropout_p ", args.dropout_p,
+                      "; must be int64 (2,), seed and offset");
+    return;
+  }
+  const at::Tensor& state = *args.rng_state;
+  TORCH_CHECK_TYPE(state.scalar_type() == at::kLong, "seed: dtype ", dtype_name(state.scalar_type()),
+                   " is not supported; must be an int, or torch.int64 (seed, offset)");
+  TORCH_CHECK_VALUE(state.dim() == 1 && state.sym_size(0) == 2, "seed: shape ", state.sym_sizes(),
+                    "; must be (2,), seed and offset");
+  TORCH_CHECK_VALUE(state.device() == args.q.device(), "seed: on ", state.device(), ", q is on ", args.q.device(),
+                    "; all on one device");
+}
+
 // Whether two elements of `tensor` may share memory. Conservative: true also for interleavings that do not collide.
 bool may_overlap_itself(const at::Tensor& tensor) {
   if (tensor.numel() < 2) return false;
@@ -389,24 +408,53 @@ void check_arguments(const Arguments& args) {
   const auto q = at::symint::sizes<Int>(args.q);
   const auto k = at::symint::sizes<Int>(args.k);
   check_options<Int>(args, q[0], q[1]);
+  check_dropout(args);
   check_mask<Int>(args.mask, args.mask_ints, args.mask_tensors, args.q.device(), {q[0], q[1], k[1], q[2], k[2]});
 }
 
 template <class Int>
-OutLayout<Int> out_layout(const Arguments& args) {
-  const auto sizes = at::symint::sizes<Int>(args.q);
-  const Int batch = sizes[0], heads = sizes[1], length = sizes[2], head_dim_v = at::symint::sizes<Int>(args.v)[3];
-  const auto strides = at::symint::strides<Int>(args.q);
+Layout<Int> layout_like(const at::Tensor& tensor, const Int& head_dim) {
+  const auto sizes = at::symint::sizes<Int>(tensor);
+  const Int batch = sizes[0], heads = sizes[1], length = sizes[2];
+  const auto strides = at::symint::strides<Int>(tensor);
   bool heads_inside;
   if constexpr (std::is_same_v<Int, c10::SymInt>) {
     heads_inside = TORCH_GUARD_OR_FALSE(strides[1].sym_lt(strides[2]));
   } else {
     heads_inside = strides[1] < strides[2];
   }
-  const std::array<Int, 4> result = {batch, heads, length, head_dim_v};
-  const Int plane = heads_inside ? heads * head_dim_v : length * head_dim_v;  // elements of all heads of a row, or rows
-  if (heads_inside) return {result, {length * plane, head_dim_v, plane, Int(1)}};
-  return {result, {heads * plane, plane, head_dim_v, Int(1)}};
+  const std::array<Int, 4> result = {batch, heads, length, head_dim};
+  const Int plane = heads_inside ? heads * head_dim : length * head_dim;  // elements of all heads of a row, or rows
+  if (heads_inside) return {result, {length * plane, head_dim, plane, Int(1)}};
+  return {result, {heads * plane, plane, head_dim, Int(1)}};
+}
+
+template <class Int>
+Layout<Int> out_layout(const Arguments& args) {
+  return layout_like<Int>(args.q, at::symint::sizes<Int>(args.v)[3]);
+}
+
+template <class Int>
+void check_gradients(const Arguments& args, const Gradients& gradients) {
+  const auto want = out_layout<Int>(args).sizes;
+  const auto check = [&](const char* name, const at::Tensor& tensor) {
+    check_kind(name, tensor, args.q);
+    TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensor) == at::ArrayRef<Int>(want), name, ": shape ", tensor.sym_sizes(),
+                      " does not match the result's ", at::ArrayRef<Int>(want));
+  };
+  check("out", gradients.out);
+  check("dout", gradients.dout);
+  const at::ArrayRef<Int> rows = at::ArrayRef<Int>(want).slice(0, 3);
+  const auto check_rows = [&](const char* name, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, ": dtype ", dtype_name(tensor.scalar_type()),
+                     " is not supported; must be torch.float32");
+    TORCH_CHECK_VALUE(tensor.device() == args.q.device(), name, ": on ", tensor.device(), ", q is on ", args.q.device(),
+                      "; all on one device");
+    TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensor) == rows, name, ": shape ", tensor.sym_sizes(), "; must be ", rows,
+                      ", (batch, heads, length) of q");
+  };
+  check_rows("lse", gradients.lse);
+  if (gradients.dlse.has_value()) check_rows("dlse", *gradients.dlse);
 }
 
 template <class Int>
@@ -426,6 +474,7 @@ bool takes_result_directly(const Arguments& args, const at::Tensor& out, Rows ro
   if (ranges_meet(out, args.q) || ranges_meet(out, args.k) || ranges_meet(out, args.v)) return false;
   if (args.sinks.has_value() && ranges_meet(out, *args.sinks)) return false;
   if (args.alibi_slopes.has_value() && ranges_meet(out, *args.alibi_slopes)) return false;
+  if (args.rng_state.has_value() && ranges_meet(out, *args.rng_state)) return false;
   return std::none_of(args.mask_tensors.begin(), args.mask_tensors.end(),
                       [&](const at::Tensor& tensor) { return ranges_meet(out, tensor); });
 }
@@ -601,7 +650,7 @@ Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& l
   p.k = tensor_ref(call.k);
   p.v = tensor_ref(call.v);
   p.out = tensor_ref(out);
-  p.lse = lse.defined() && lse.numel() > 0 ? lse.mutable_data_ptr<float>() : nullptr;
+  p.lse = lse.defined() && lse.numel() > 0 ? static_cast<float*>(const_cast<void*>(lse.const_data_ptr())) : nullptr;
   p.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   p.lse_stride_seq = 1;
   p.lse_stride_head = p.len_q;
@@ -613,8 +662,43 @@ Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& l
     p.alibi_slopes = slopes.const_data_ptr<float>();
     p.alibi_stride_batch = slopes.dim() == 2 ? p.heads_q : 0;
   }
+  p.dropout_p = args.dropout_p;
+  if (args.dropout_p > 0.0) {
+    p.rng_state = call.held.emplace_back(args.rng_state->contiguous()).const_data_ptr<int64_t>();
+  }
   p.mask = make_mask(args.mask, args.mask_ints, args.mask_tensors, p.heads_q, call.held);
   return call;
+}
+
+BackwardCall make_backward_call(const Arguments& args, const Gradients& gradients, const at::Tensor& dq,
+                                const at::Tensor& dk, const at::Tensor& dv, const at::Tensor& delta, Rows rows) {
+  BackwardCall result;
+  result.out = readable(gradients.out, rows);
+  result.lse = gradients.lse.contiguous();
+  result.dout = readable(gradients.dout, rows);
+  if (gradients.dlse.has_value()) result.dlse = gradients.dlse->contiguous();
+  result.dq = dq;
+  result.dk = dk;
+  result.dv = dv;
+  result.delta = delta;
+  result.call = make_call(args, result.out, result.lse, rows);
+
+  BackwardParams& p = result.params;
+  const AttentionParams& forward = result.call.params;
+  p.dout = tensor_ref(result.dout);
+  if (result.dlse.defined()) p.dlse = result.dlse.const_data_ptr<float>();
+  p.dlse_stride_batch = forward.lse_stride_batch;
+  p.dlse_stride_head = forward.lse_stride_head;
+  p.dlse_stride_seq = forward.lse_stride_seq;
+  p.dq = tensor_ref(dq);
+  p.dk = tensor_ref(dk);
+  p.dv = tensor_ref(dv);
+  p.delta = delta.mutable_data_ptr<float>();
+  if (args.sinks.has_value() && forward.dtype == DType::kF64) {
+    result.sink_terms = at::zeros(delta.sizes(), delta.options().dtype(at::kDouble));
+    p.sink_terms = result.sink_terms.mutable_data_ptr<double>();
+  }
+  return result;
 }
 
 template void check_arguments<int64_t>(const Arguments&);
@@ -623,7 +707,11 @@ template void check_mask<int64_t>(int64_t, at::IntArrayRef, at::TensorList, at::
 template void check_mask<c10::SymInt>(int64_t, at::IntArrayRef, at::TensorList, at::Device, const Extent<c10::SymInt>&);
 template void check_out<int64_t>(const Arguments&, const at::Tensor&);
 template void check_out<c10::SymInt>(const Arguments&, const at::Tensor&);
-template OutLayout<int64_t> out_layout<int64_t>(const Arguments&);
-template OutLayout<c10::SymInt> out_layout<c10::SymInt>(const Arguments&);
+template void check_gradients<int64_t>(const Arguments&, const Gradients&);
+template void check_gradients<c10::SymInt>(const Arguments&, const Gradients&);
+template Layout<int64_t> layout_like<int64_t>(const at::Tensor&, const int64_t&);
+template Layout<c10::SymInt> layout_like<c10::SymInt>(const at::Tensor&, const c10::SymInt&);
+template Layout<int64_t> out_layout<int64_t>(const Arguments&);
+template Layout<c10::SymInt> out_layout<c10::SymInt>(const Arguments&);
 
 }  // namespace flashmsa::binding

@@ -27,6 +27,16 @@ struct Arguments {
   double softcap;               // 0: none
   const std::optional<at::Tensor>& sinks;         // (heads_q,) fp32
   const std::optional<at::Tensor>& alibi_slopes;  // (heads_q,) or (batch, heads_q) fp32
+  double dropout_p;                               // in [0, 1)
+  const std::optional<at::Tensor>& rng_state;     // (2,) int64: seed and offset; needed with dropout
+};
+
+// What the backward pass is handed beside them.
+struct Gradients {
+  const at::Tensor& dout;                 // like out
+  const std::optional<at::Tensor>& dlse;  // like lse; nullopt: zero
+  const at::Tensor& out;                  // (batch, heads_q, len_q, head_dim_v) of q's dtype
+  const at::Tensor& lse;                  // (batch, heads_q, len_q) fp32
 };
 
 // What a mask is applied to.
@@ -44,19 +54,27 @@ template <class Int>
 void check_mask(int64_t mask, at::IntArrayRef mask_ints, at::TensorList mask_tensors, at::Device device,
                 const Extent<Int>& extent);
 
+template <class Int>
+void check_gradients(const Arguments& args, const Gradients& gradients);
+
 // `out` must be able to take the result: shape, dtype, device, each element a place of its own.
 template <class Int>
 void check_out(const Arguments& args, const at::Tensor& out);
 
-// Shape and strides of the result: contiguous in q's memory order, (B, H, S, D), or (B, S, H, D) where q's head stride
-// is the smaller one.
 template <class Int>
-struct OutLayout {
+struct Layout {
   std::array<Int, 4> sizes;
   std::array<Int, 4> strides;
 };
+
+// `tensor`'s shape with another last size, contiguous in its memory order: (B, H, S, D), or (B, S, H, D) where its head
+// stride is the smaller one.
 template <class Int>
-OutLayout<Int> out_layout(const Arguments& args);
+Layout<Int> layout_like(const at::Tensor& tensor, const Int& head_dim);
+
+// Of the result.
+template <class Int>
+Layout<Int> out_layout(const Arguments& args);
 
 // What a backend can read where it lies.
 enum class Rows {
@@ -73,6 +91,18 @@ struct Call {
 
 // Of checked arguments. lse may be undefined.
 Call make_call(const Arguments& args, const at::Tensor& out, const at::Tensor& lse, Rows rows);
+
+// A backward pass ready to run.
+struct BackwardCall {
+  Call call;  // its params are those of the forward pass, with out and lse
+  BackwardParams params;  // `forward` is unset: call.params, which a backend may still change
+  at::Tensor out, lse, dout, dlse;  // dlse may be undefined
+  at::Tensor dq, dk, dv;
+  at::Tensor delta;       // (batch * heads_q * len_q,) fp32, see BackwardParams
+  at::Tensor sink_terms;  // the same in fp64, where wanted
+};
+BackwardCall make_backward_call(const Arguments& args, const Gradients& gradients, const at::Tensor& dq,
+                                const at::Tensor& dk, const at::Tensor& dv, const at::Tensor& delta, Rows rows);
 
 // MaskArgs of checked arguments; `held` keeps their pointers alive. By kind, ints and tensors:
 //   Dense        [] []

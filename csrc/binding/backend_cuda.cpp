@@ -7,8 +7,10 @@
 #include <limits>
 
 #include "binding/backend.h"
+#include "binding/backward_call.h"
 #include "binding/prepare.h"
 #include "binding/sorted_call.h"
+#include "bwd/backward.h"
 #include "fwd/forward.h"
 #include "mask/dilated.h"
 
@@ -46,13 +48,27 @@ const std::vector<DeviceFacts>& all_device_facts() {
 
 const DeviceFacts& device_facts(at::Device device) { return all_device_facts().at(device.index()); }
 
-// Tiles are numbered by int32, and handed out beyond the last one once for each SM.
-void check_tile_count(const AttentionParams& p, const fwd::KernelInfo& kernel) {
+// Tiles are numbered by int32, and handed out beyond the last one once for each SM. `block` rows make one.
+void check_tile_count(const AttentionParams& p, int32_t length, int32_t block) {
   constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max() - 65536;
-  const int64_t row_blocks = ceil_div(p.len_q, kernel.block_q);
+  const int64_t row_blocks = ceil_div(length, block);
   const int64_t slices = int64_t{p.batch} * p.residues * p.heads_q;
   TORCH_CHECK_VALUE(slices <= kMaxTiles / row_blocks, "q: batch ", p.batch, " x ", p.heads_q, " heads x ", row_blocks,
-                    " blocks of ", kernel.block_q, " rows are above the limit of ", kMaxTiles, "; split the batch");
+                    " blocks of ", block, " rows are above the limit of ", kMaxTiles, "; split the batch");
+}
+
+// Of a call for which no kernel was found.
+[[noreturn]] void refuse(const AttentionParams& p, const char* pass) {
+  const bool half = p.dtype == DType::kF16 || p.dtype == DType::kBF16;
+  TORCH_CHECK_NOT_IMPLEMENTED(half, "q: this dtype with head_dim ", p.head_dim, " and ", p.head_dim_v,
+                              " has no sm90 kernel; torch.float16 and torch.bfloat16 have, and backend=\"torch\" runs "
+                              "any dtype");
+  TORCH_CHECK_NOT_IMPLEMENTED(p.dropout_p <= 0.0, "dropout_p: ", p.dropout_p, " has no sm90 ", pass,
+                              " kernel for this mask with head_dim ", p.head_dim, " and ", p.head_dim_v,
+                              "; use 0.0, or backend=\"torch\"");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "q: head_dim ", p.head_dim, " and ", p.head_dim_v, " has no sm90 ", pass,
+                              " kernel for this mask; backend=\"torch\" runs any");
+  throw std::logic_error("unreachable");
 }
 
 // The kernels take a positive scale. A negative one moves into q, and zero makes q zero: NaN and inf in it stay NaN.
@@ -85,17 +101,27 @@ namespace {
 void launch(const AttentionParams& params, at::Device device) {
   if (params.len_q == 0) return;
   const fwd::KernelInfo* kernel = fwd::find_kernel(params);
-  TORCH_CHECK_NOT_IMPLEMENTED(kernel != nullptr, "q: this dtype with head_dim ", params.head_dim, " and ",
-                              params.head_dim_v,
-                              " has no sm90 kernel; torch.float16 and torch.bfloat16 have, and backend=\"torch\" runs "
-                              "any dtype");
-  check_tile_count(params, *kernel);
+  if (kernel == nullptr) refuse(params, "forward");
+  check_tile_count(params, params.len_q, kernel->block_q);
   const int num_sms = device_facts(device).num_sms;
   const size_t bytes = fwd::workspace_size(params, num_sms);
   // Freed on return, reused in stream order.
   const c10::DataPtr workspace = bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : c10::DataPtr();
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device.index());
   fwd::attention_forward(params, workspace.get(), num_sms, stream.stream());
+}
+
+void launch(const BackwardParams& params, at::Device device) {
+  const AttentionParams& forward = params.forward;
+  const bwd::KernelInfo* kernel = bwd::find_kernel(params);
+  if (kernel == nullptr) refuse(forward, "backward");
+  check_tile_count(forward, forward.len_q, kernel->block_q);
+  check_tile_count(forward, forward.len_kv, kernel->block_kv);
+  const int num_sms = device_facts(device).num_sms;
+  const size_t bytes = bwd::workspace_size(params, num_sms);
+  const c10::DataPtr workspace = bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : c10::DataPtr();
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device.index());
+  bwd::attention_backward(params, workspace.get(), num_sms, stream.stream());
 }
 
 }  // namespace
@@ -115,6 +141,21 @@ void CudaBackend::run(Call& call) {
     default:
       return launch(call.params, device);
   }
+}
+
+std::vector<DeltaRows> CudaBackend::run_backward(BackwardCall& call) {
+  const float scale = static_cast<float>(call.call.params.scale);
+  make_scale_positive(call.call);
+  const at::Device device = call.call.q.device();
+  std::vector<DeltaRows> rows = run_backward_by_kind<CudaBackend, CudaPrepare>(
+      call, [&](const BackwardParams& params) { launch(params, device); });
+  // The gradient of -q where the kernels saw that; of a scale of 0 nothing comes back.
+  if (scale < 0) call.dq.neg_();
+  if (scale == 0) {
+    call.dq.zero_();
+    call.dk.zero_();
+  }
+  return rows;
 }
 
 }  // namespace flashmsa::binding

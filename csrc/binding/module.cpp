@@ -13,10 +13,12 @@
 #include "binding/arguments.h"
 #include "binding/build.h"
 #include "binding/ops.h"
+#include "binding/paged_module.h"
 #include "binding/tile_counts.h"
 #include "mask/list.h"
 
 #ifdef FLASHMSA_WITH_CUDA
+#include "bwd/backward.h"
 #include "fwd/forward.h"
 #endif
 
@@ -89,7 +91,7 @@ void read_sequence(const char* name, PyObject* object, const Each& each) {
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) each(items[i]);
 }
 
-// The eleven arguments of the schema, in its order. Borrows the caller's tensors.
+// The fourteen arguments of the schema, in its order. Borrows the caller's tensors.
 struct CallArguments {
   const at::Tensor& q;
   const at::Tensor& k;
@@ -101,9 +103,12 @@ struct CallArguments {
   double softcap;
   std::optional<at::Tensor> sinks;
   std::optional<at::Tensor> alibi_slopes;
+  double dropout_p;
+  std::optional<at::Tensor> rng_state;
+  bool deterministic;
   bool return_lse;
 
-  static constexpr Py_ssize_t kCount = 11;
+  static constexpr Py_ssize_t kCount = 14;
 
   explicit CallArguments(PyObject* const* a)
       : q(read_tensor("q", a[0])),
@@ -114,7 +119,10 @@ struct CallArguments {
         softcap(read_float("softcap", a[7])),
         sinks(read_optional_tensor("sinks", a[8])),
         alibi_slopes(read_optional_tensor("alibi_slopes", a[9])),
-        return_lse(PyObject_IsTrue(a[10]) == 1) {
+        dropout_p(read_float("dropout_p", a[10])),
+        rng_state(read_optional_tensor("seed", a[11])),
+        deterministic(PyObject_IsTrue(a[12]) == 1),
+        return_lse(PyObject_IsTrue(a[13]) == 1) {
     read_sequence("mask_ints", a[4], [&](PyObject* item) { mask_ints.push_back(read_int("mask_ints", item)); });
     read_sequence("mask_tensors", a[5],
                   [&](PyObject* item) { mask_tensors.push_back(read_tensor("mask_tensors", item)); });
@@ -140,7 +148,7 @@ PyObject* py_attention(PyObject* /*module*/, PyObject* const* args, Py_ssize_t c
   Result result = [&] {
     const py::gil_scoped_release no_gil;
     return attention(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks, a.alibi_slopes,
-                     a.return_lse);
+                     a.dropout_p, a.rng_state, a.deterministic, a.return_lse);
   }();
   return wrap(std::move(result));
   END_HANDLE_TH_ERRORS
@@ -154,7 +162,7 @@ PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize
   at::Tensor lse = [&] {
     const py::gil_scoped_release no_gil;
     return attention_out(a.q, a.k, a.v, a.mask, a.mask_ints, a.mask_tensors, a.scale, a.softcap, a.sinks,
-                         a.alibi_slopes, a.return_lse, out);
+                         a.alibi_slopes, a.dropout_p, a.rng_state, a.deterministic, a.return_lse, out);
   }();
   return wrap({std::move(out), std::move(lse)});
   END_HANDLE_TH_ERRORS
@@ -162,12 +170,12 @@ PyObject* py_attention_out(PyObject* /*module*/, PyObject* const* args, Py_ssize
 
 PyMethodDef kMethods[] = {
     {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention)), METH_FASTCALL,
-     "attention(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse) -> (out, "
-     "lse)\n\n"
+     "attention(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, dropout_p, rng_state, "
+     "deterministic, return_lse) -> (out, lse)\n\n"
      "flashmsa::attention by position, through torch's dispatcher."},
     {"attention_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_attention_out)), METH_FASTCALL,
-     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, return_lse, out) -> "
-     "(out, lse)\n\n"
+     "attention_out(q, k, v, mask, mask_ints, mask_tensors, scale, softcap, sinks, alibi_slopes, dropout_p, rng_state, "
+     "deterministic, return_lse, out) -> (out, lse)\n\n"
      "flashmsa::attention.out by position, and the tensor it wrote to."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -226,6 +234,23 @@ py::dict describe(const fwd::KernelInfo& kernel) {
   d["shared_memory"] = kernel.shared_memory;
   return d;
 }
+
+py::dict describe(const bwd::KernelInfo& kernel) {
+  py::dict d;
+  d["name"] = kernel.name;
+  d["mask"] = mask_name(kernel.mask);
+  d["softcap"] = kernel.softcap;
+  d["alibi"] = kernel.alibi;
+  d["dropout"] = kernel.dropout;
+  d["dtype"] = dtype_name(kernel.dtype);
+  d["head_dim_bucket"] = kernel.head_dim_bucket;
+  d["block_q"] = kernel.block_q;
+  d["block_kv"] = kernel.block_kv;
+  d["stages"] = kernel.stages;
+  d["threads"] = kernel.threads;
+  d["shared_memory"] = kernel.shared_memory;
+  return d;
+}
 #endif
 
 py::list kernels() {
@@ -237,18 +262,25 @@ py::list kernels() {
 }
 
 py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v, bool softcap,
-                       bool alibi) {
+                       bool alibi, bool dropout, bool backward) {
 #ifdef FLASHMSA_WITH_CUDA
-  AttentionParams params;
+  BackwardParams call;
+  AttentionParams& params = call.forward;
   params.mask.kind = kernel_kind(static_cast<MaskKind>(mask));
   params.softcap = softcap ? 1.0 : 0.0;
   const float some_slope = 0.0f;
   if (alibi) params.alibi_slopes = &some_slope;
+  params.dropout_p = dropout ? 0.5 : 0.0;
   params.dtype = core_dtype(dtype);
   params.head_dim = head_dim;
   params.head_dim_v = head_dim_v;
-  const fwd::KernelInfo* kernel = fwd::find_kernel(params);
-  if (kernel != nullptr) return describe(*kernel);
+  if (backward) {
+    const bwd::KernelInfo* kernel = bwd::find_kernel(call);
+    if (kernel != nullptr) return describe(*kernel);
+  } else {
+    const fwd::KernelInfo* kernel = fwd::find_kernel(params);
+    if (kernel != nullptr) return describe(*kernel);
+  }
 #endif
   return py::none();
 }
@@ -286,11 +318,13 @@ py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled part of flashmsa: the operator flashmsa::attention, and facts about this build.";
   if (PyModule_AddFunctions(m.ptr(), kMethods) != 0) throw py::error_already_set();
+  define_paged(m);
   m.def("build_info", &build_info,
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
   m.def("kernels", &kernels, "Every compiled sm_90a kernel, as dicts.");
   m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
+        py::arg("dropout") = false, py::arg("backward") = false,
         "The kernel for a mask kind, dtype, head dims and options, or None.");
   m.def("tile_counts", torch::wrap_pybind_function(&tile_counts), py::arg("mask"), py::arg("mask_ints"),
         py::arg("mask_tensors"), py::arg("batch"), py::arg("heads_q"), py::arg("len_q"), py::arg("len_kv"),

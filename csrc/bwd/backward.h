@@ -12,9 +12,9 @@ namespace flashmsa::bwd {
 
 // Facts about one compiled kernel, for explain() and `python -m flashmsa info`.
 struct KernelInfo {
-  std::string name;         // e.g. "bwd_composite_d128_bf16"
-  MaskKind mask;
-  bool softcap, alibi, dropout;
+  std::string name;         // e.g. "bwd_d128_bf16"; one kernel serves every mask
+  bool dropout;             // of weights in the caller's order
+  bool general;             // soft cap, ALiBi, dropout in any order
   DType dtype;
   int32_t head_dim_bucket;  // serves head_dim and head_dim_v up to this
   int32_t block_q;          // rows of a tile

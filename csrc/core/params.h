@@ -122,6 +122,9 @@ struct AttentionParams {
   // > 0: weights are dropped as core/philox.h says, keyed by rng_state = (seed, offset), which lies where q does.
   double dropout_p = 0.0;
   const int64_t* rng_state = nullptr;
+  // Which of the caller's tokens the draws are keyed by: row i of residue r is its query first_query + r + i * token_step,
+  // keys alike; where mask.q_order is set, entry i of q_order, and of kv_order (by batch and kv head) for keys.
+  int32_t first_query = 0, first_key = 0, token_step = 1;
   MaskArgs mask;
 };
 
@@ -137,6 +140,8 @@ struct BackwardParams {
   TensorRef dv;                 // (batch, heads_kv, len_kv, head_dim_v)
   // (batch, heads_q, residues, len_q), contiguous, written: rowsum(dout * out) - dlse, what dS subtracts from dP.
   float* delta = nullptr;
+  // Of f64 with sinks, on the CPU: likewise exp(sink - lse) * delta, of which delta and lse in fp32 keep too few digits.
+  double* sink_terms = nullptr;
   bool deterministic = false;
 };
 

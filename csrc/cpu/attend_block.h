@@ -3,9 +3,10 @@
 //   O = sum_j exp(s_ij - top_i) v_j / sum_j exp(s_ij - top_i),   s_ij = scale * q_i.k_j,   lse_i = top_i + log sum
 //
 // With a soft cap s becomes softcap * tanh(s / softcap), with ALiBi then s - slope * |p_i - j|; a sink adds one term to the
-// sum. What each row may see of a tile is a word of 64 bits, whatever the mask.
+// sum. What each row may see of a tile is a word of 64 bits, whatever the mask. Dropout takes weights out of O, not out of the
+// sum.
 //
-// Compiled once per instruction set, so it has no include guard: forward.cpp defines the three macros below before each
+// Compiled once per instruction set, so it has no include guard: each_isa.h defines the three macros below before each
 // inclusion. Vector types and not plain loops, because the sums must stay in registers and compilers disagree on that.
 //   FLASHMSA_CPU_ISA      namespace of this copy
 //   FLASHMSA_CPU_TARGET   attribute that selects the instruction set. NOTE: on every function, since a vector operation
@@ -103,14 +104,13 @@ FLASHMSA_CPU_TARGET inline void hyperbolic_tangent(VectorF64& x) {
   for (int32_t lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::tanh(x[lane]);
 }
 
-// Columns of the block's rows become rows of scratch.q; rows that do not exist are 0.
+// to[c][row] = the columns of the block's rows; rows that do not exist are 0.
 template <class T, class Acc>
-FLASHMSA_CPU_TARGET inline void load_queries(const BlockTask<T>& task, Scratch<Acc>& scratch) {
-  Acc* q = scratch.q;
-  std::fill_n(q, task.head_dim * kBlockQ, Acc(0));
-  for (int32_t row = 0; row < task.rows; ++row) {
-    const T* from = task.q.data + row * task.q.stride;
-    for (int32_t c = 0; c < task.head_dim; ++c) q[c * kBlockQ + row] = widen(from[c]);
+FLASHMSA_CPU_TARGET inline void load_columns(Rows<const T> source, int32_t rows, int32_t columns, Acc* to) {
+  std::fill_n(to, columns * kBlockQ, Acc(0));
+  for (int32_t row = 0; row < rows; ++row) {
+    const T* from = source.data + row * source.stride;
+    for (int32_t c = 0; c < columns; ++c) to[c * kBlockQ + row] = widen(from[c]);
   }
 }
 
@@ -124,12 +124,13 @@ FLASHMSA_CPU_TARGET inline void load_rows(Rows<const T> from, int64_t first, int
   }
 }
 
-// s[key][row] = scale * k.q for kVectors vectors of rows and the keys [begin, end), rounded up to kKeysAtOnce.
+// s[key][row] = scale * k.q for kVectors vectors of rows and the keys [begin, end), rounded up to kKeysAtOnce; `stride`
+// lies between two keys.
 template <int32_t kVectors, class Acc>
-FLASHMSA_CPU_TARGET inline void logits(const Acc* q, const Acc* k, Acc* s, int32_t head_dim, Acc scale, int32_t begin,
-                                       int32_t end) {
+FLASHMSA_CPU_TARGET inline void logits(const Acc* q, const Acc* k, Acc* s, int32_t head_dim, int32_t stride, Acc scale,
+                                       int32_t begin, int32_t end) {
   for (int32_t key = begin; key < end; key += kKeysAtOnce) {
-    const Acc* keys = k + key * head_dim;
+    const Acc* keys = k + key * stride;
     for (int32_t first = 0; first < head_dim; first += kTermsAtOnce) {
       Vector<Acc> sum[kKeysAtOnce][kVectors] = {};
       for (int32_t c = first; c < min_of(first + kTermsAtOnce, head_dim); ++c) {
@@ -139,7 +140,7 @@ FLASHMSA_CPU_TARGET inline void logits(const Acc* q, const Acc* k, Acc* s, int32
 #pragma GCC unroll 8
         for (int32_t j = 0; j < kKeysAtOnce; ++j) {
 #pragma GCC unroll 8
-          for (int32_t x = 0; x < kVectors; ++x) sum[j][x] += column[x] * keys[j * head_dim + c];
+          for (int32_t x = 0; x < kVectors; ++x) sum[j][x] += column[x] * keys[j * stride + c];
         }
       }
 #pragma GCC unroll 8
@@ -209,6 +210,16 @@ FLASHMSA_CPU_TARGET inline void softmax(Acc* s, mask::Interval keys, Acc* top, A
   at(top) = highest;
   at(sum) = at(sum) * factor + total;
   at(decay) = factor;
+}
+
+// The weights that dropout does not keep become 0. NOTE: and still count as visible: a NaN among values is not dropped.
+template <class Acc>
+FLASHMSA_CPU_TARGET inline void drop(Acc* p, const uint64_t* kept, const uint64_t* visible, int32_t rows) {
+  for (int32_t row = 0; row < rows; ++row) {
+    for (uint64_t dropped = visible[row] & ~kept[row]; dropped != 0; dropped &= dropped - 1) {
+      p[std::countr_zero(dropped) * kBlockQ + row] = 0;
+    }
+  }
 }
 
 template <class Acc>
@@ -307,6 +318,7 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Sc
   for (int32_t row = 0; row < kBlockQ; ++row) scratch.visible[row] >>= skipped;
   load_rows(task.k, first, count, task.head_dim, static_cast<Acc*>(scratch.k), task.head_dim);
   load_rows(task.v, first, count, task.head_dim_v, static_cast<Acc*>(scratch.v), scratch.padded_dim_v);
+  if (task.dropout.used()) find_kept(task.dropout, task.rows, first, count, scratch.kept);
   if (task.has_alibi) {
     for (int32_t row = 0; row < kBlockQ; ++row) scratch.place[row] = static_cast<Acc>(plan.position[row] - first);
   }
@@ -329,9 +341,9 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Sc
     const Acc* q = scratch.q + row;
     Acc* s = scratch.p + row;
     if (vectors == 2) {
-      logits<2>(q, static_cast<Acc*>(scratch.k), s, task.head_dim, task.scale, keys.begin, keys.end);
+      logits<2>(q, static_cast<Acc*>(scratch.k), s, task.head_dim, task.head_dim, task.scale, keys.begin, keys.end);
     } else {
-      logits<1>(q, static_cast<Acc*>(scratch.k), s, task.head_dim, task.scale, keys.begin, keys.end);
+      logits<1>(q, static_cast<Acc*>(scratch.k), s, task.head_dim, task.head_dim, task.scale, keys.begin, keys.end);
     }
     if (task.softcap > 0 || task.has_alibi) {
       for (int32_t r = 0; r < rows; r += kLanes<Acc>) {
@@ -344,6 +356,8 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Sc
     for (int32_t r = 0; r < rows; r += kLanes<Acc>) {
       softmax(s + r, keys, scratch.top + row + r, scratch.sum + row + r, scratch.decay + row + r);
     }
+
+    if (task.dropout.used()) drop(s, scratch.kept + row, visible, rows);
 
     // O = O exp(old top - top) + P V
     Acc* o = scratch.o + row * scratch.padded_dim_v;
@@ -360,14 +374,15 @@ FLASHMSA_CPU_TARGET void attend_tile(const BlockTask<T>& task, TileStep step, Sc
 template <class T, class Acc>
 FLASHMSA_CPU_TARGET inline void store_rows(const BlockTask<T>& task, Scratch<Acc>& scratch) {
   for (int32_t row = 0; row < task.rows; ++row) {
-    Acc top = scratch.top[row], sum = scratch.sum[row], factor = 1;
+    Acc top = scratch.top[row], sum = scratch.sum[row], factor = task.dropout.head.template keep_scale<Acc>();
     // NOTE: before the sink, which makes the sum of a row without keys 1, or NaN where it is infinite or NaN itself.
     const bool empty = sum == Acc(0);
     const Acc sink = task.sink == nullptr ? kMinusInfinity<Acc> : static_cast<Acc>(*task.sink);
     if (sink != kMinusInfinity<Acc>) {
       const Acc highest = max_of(top, sink);
-      factor = std::exp(top - highest);
-      sum = sum * factor + std::exp(sink - highest);
+      const Acc decay = std::exp(top - highest);
+      factor *= decay;
+      sum = sum * decay + std::exp(sink - highest);
       top = highest;
     }
     const Acc* from = scratch.o + row * scratch.padded_dim_v;
@@ -379,12 +394,17 @@ FLASHMSA_CPU_TARGET inline void store_rows(const BlockTask<T>& task, Scratch<Acc
   }
 }
 
-template <class T, class Acc>
-FLASHMSA_CPU_TARGET void attend_block(const BlockTask<T>& task, Scratch<Acc>& scratch) {
-  load_queries(task, scratch);
+template <class Acc>
+FLASHMSA_CPU_TARGET inline void begin_rows(Scratch<Acc>& scratch) {
   std::fill_n(static_cast<Acc*>(scratch.top), kBlockQ, kMinusInfinity<Acc>);
   std::fill_n(static_cast<Acc*>(scratch.sum), kBlockQ, Acc(0));
   std::fill_n(static_cast<Acc*>(scratch.o), kBlockQ * scratch.padded_dim_v, Acc(0));
+}
+
+template <class T, class Acc>
+FLASHMSA_CPU_TARGET void attend_block(const BlockTask<T>& task, Scratch<Acc>& scratch) {
+  load_columns(task.q, task.rows, task.head_dim, static_cast<Acc*>(scratch.q));
+  begin_rows(scratch);
   for (TileStep step : task.plan->steps) attend_tile(task, step, scratch);
   store_rows(task, scratch);
 }

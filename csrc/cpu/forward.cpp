@@ -13,110 +13,14 @@
 
 #include "cpu/block.h"
 #include "cpu/isa.h"
+#include "cpu/plan.h"
 #include "mask/dilated.h"
-#include "mask/list.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define FLASHMSA_CPU_X86 1
-#endif
-
-#define FLASHMSA_CPU_ISA baseline
-#define FLASHMSA_CPU_TARGET
-#define FLASHMSA_CPU_VECTOR 16
-#include "cpu/attend_block.h"
-#undef FLASHMSA_CPU_ISA
-#undef FLASHMSA_CPU_TARGET
-#undef FLASHMSA_CPU_VECTOR
-
-#if FLASHMSA_CPU_X86
-#define FLASHMSA_CPU_ISA avx2
-#define FLASHMSA_CPU_TARGET __attribute__((target("avx2,fma")))
-#define FLASHMSA_CPU_VECTOR 32
-#include "cpu/attend_block.h"
-#undef FLASHMSA_CPU_ISA
-#undef FLASHMSA_CPU_TARGET
-#undef FLASHMSA_CPU_VECTOR
-
-#define FLASHMSA_CPU_ISA avx512
-#define FLASHMSA_CPU_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#define FLASHMSA_CPU_VECTOR 64
-#include "cpu/attend_block.h"
-#undef FLASHMSA_CPU_ISA
-#undef FLASHMSA_CPU_TARGET
-#undef FLASHMSA_CPU_VECTOR
-#endif
+#define FLASHMSA_CPU_BODY "cpu/attend_block.h"
+#include "cpu/each_isa.h"
 
 namespace flashmsa::cpu {
 namespace {
-
-// What one block of rows belongs to, and the block.
-struct Place {
-  int32_t batch, residue, head, first_row, rows;
-};
-
-using PlanBlock = void (*)(const AttentionParams&, const Place&, BlockPlan&);
-
-// The tiles of the walk. Of a list's mixed cells, only those in which the block's rows have something set.
-template <class Mask>
-void plan_steps(const typename Mask::Params& params, const typename Mask::Block& block, int32_t first_row,
-                int32_t last_row, std::vector<TileStep>& steps) {
-  const typename Mask::Tiles tiles = Mask::tiles(params, block, first_row, last_row, kBlockKv);
-  steps.clear();
-  for (int32_t step = 0; step < tiles.count(); ++step) {
-    const int32_t index = tiles.visit(step);
-    if constexpr (Mask::kListed) {
-      static_assert(mask::kCell == 2 * kBlockKv && kBlockQ == kBlockKv && kWordStep == mask::kCell / 32);
-      const int32_t entry = Mask::entry(block, index, kBlockKv);
-      const int32_t detail = entry < block.entry + block.whole ? mask::kWholeCell : params.list.detail[entry];
-      const int32_t half = index % 2;
-      const int32_t row_in_cell = first_row % mask::kCell;
-      if (!contains(Mask::half_keys(params, detail, row_in_cell / kBlockQ), half * kBlockKv)) continue;
-      const int32_t* bits = Mask::row_bits(params, detail, row_in_cell);
-      steps.push_back({int64_t{Mask::key_tile(params, block, index, kBlockKv)} * kBlockKv,
-                       bits == nullptr ? nullptr : bits + half * (kBlockKv / 32)});
-    } else {
-      steps.push_back({int64_t{Mask::origin(params, block)} + int64_t{index} * kBlockKv, nullptr});
-    }
-  }
-}
-
-template <class Mask>
-void plan_block(const AttentionParams& params, const Place& place, BlockPlan& plan) {
-  const typename Mask::Params mask_params = Mask::make_params(params);
-  const int32_t last_row = place.first_row + place.rows - 1;
-  const typename Mask::Block block = Mask::block(mask_params, place.batch, place.head, place.first_row, last_row);
-  plan_steps<Mask>(mask_params, block, place.first_row, last_row, plan.steps);
-  plan.two_runs = false;
-  for (int32_t r = 0; r < kBlockQ; ++r) {
-    const int32_t i = min_of(place.first_row + r, last_row);
-    const typename Mask::Row keys = Mask::row(mask_params, block, i);
-    plan.main[r] = mask::main_run(keys);
-    plan.first[r] = mask::first_run(keys);
-    plan.two_runs |= plan.first[r].begin < plan.first[r].end;
-    if constexpr (std::is_same_v<typename Mask::Row, mask::TwoRuns>) {
-      if (params.alibi_slopes != nullptr) plan.position[r] = Mask::position(mask_params, block, i);
-    }
-  }
-}
-
-PlanBlock find_plan(const AttentionParams& params) {
-  const MaskKind kind = params.mask.kind;
-  const PlanBlock plan = [&]() -> PlanBlock {
-    switch (kind) {
-#define FLASHMSA_CASE(Mask) \
-  case mask::Mask::kKind:   \
-    return plan_block<mask::Mask>;
-      FLASHMSA_FOR_EACH_MASK(FLASHMSA_CASE)
-#undef FLASHMSA_CASE
-      default:
-        throw std::invalid_argument("mask: the CPU backend has no mask of kind " +
-                                    std::to_string(static_cast<int>(kind)));
-    }
-  }();
-  // Positions, which ALiBi needs, are known to the masks that every other can be written as.
-  if (params.alibi_slopes != nullptr && kind != MaskKind::kBlockSparse) return plan_block<mask::Composite>;
-  return plan;
-}
 
 template <class T>
 using AttendBlock = void (*)(const BlockTask<T>&, Scratch<AccumulateType<T>>&);
@@ -129,43 +33,6 @@ AttendBlock<T> find_attend_block(Isa isa) {
 #endif
   if (isa == Isa::kBaseline) return baseline::attend_block<T>;
   throw std::invalid_argument(std::string("isa: ") + name(isa) + " code is not part of this build");
-}
-
-// The rows of one sequence from `row` on.
-template <class T>
-Rows<T> rows_of(const TensorRef& tensor, const Place& place, int64_t head, int64_t row) {
-  T* data = static_cast<T*>(tensor.data);
-  return {data + place.batch * tensor.stride_batch + place.residue * tensor.stride_residue + head * tensor.stride_head +
-              row * tensor.stride_seq,
-          tensor.stride_seq};
-}
-
-template <class T>
-BlockTask<T> make_task(const AttentionParams& params, const Place& place) {
-  using Acc = AccumulateType<T>;
-  const int32_t head_kv = place.head / (params.heads_q / params.heads_kv);
-  BlockTask<T> task = {};
-  task.rows = place.rows;
-  task.head_dim = params.head_dim;
-  task.head_dim_v = params.head_dim_v;
-  task.scale = static_cast<Acc>(params.scale);
-  task.softcap = static_cast<Acc>(params.softcap);
-  task.has_alibi = params.alibi_slopes != nullptr;
-  if (task.has_alibi) {
-    const double slope = params.alibi_slopes[place.batch * params.alibi_stride_batch + place.head];
-    // NOTE: finite where the slope is, however far apart the keys stand: infinity times a distance of 0 would be NaN.
-    constexpr double kMost = std::numeric_limits<Acc>::max();
-    task.slope = static_cast<Acc>(std::isfinite(slope) ? clamp(slope * params.alibi_step, -kMost, kMost) : slope);
-  }
-  task.sink = params.sinks == nullptr ? nullptr : params.sinks + place.head;
-  task.q = rows_of<const T>(params.q, place, place.head, place.first_row);
-  task.k = rows_of<const T>(params.k, place, head_kv, 0);
-  task.v = rows_of<const T>(params.v, place, head_kv, 0);
-  task.out = rows_of<T>(params.out, place, place.head, place.first_row);
-  const TensorRef lse = {params.lse, params.lse_stride_batch, params.lse_stride_head, params.lse_stride_seq,
-                         params.lse_stride_residue};
-  if (params.lse != nullptr) task.lse = rows_of<float>(lse, place, place.head, place.first_row);
-  return task;
 }
 
 template <class T>

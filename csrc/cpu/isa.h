@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/backward.h"
 #include "cpu/forward.h"
 
 namespace flashmsa::cpu {
@@ -17,5 +18,6 @@ std::vector<Isa> supported_isas();
 
 // attention_forward by the code compiled for `isa`, which must be supported. Results differ in rounding only.
 void attention_forward(const AttentionParams& params, const ParallelFor& parallel_for, Isa isa);
+void attention_backward(const BackwardParams& params, const ParallelFor& parallel_for, Isa isa);
 
 }  // namespace flashmsa::cpu

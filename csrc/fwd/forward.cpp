@@ -23,6 +23,8 @@ const std::vector<KernelEntry>& table() {
 }
 
 const KernelEntry* find(const AttentionParams& params) {
+  // None of these kernels drops weights.
+  if (params.dropout_p > 0) return nullptr;
   const int32_t bucket = bucket_of(max_of(params.head_dim, params.head_dim_v));
   const bool softcap = params.softcap > 0, alibi = params.alibi_slopes != nullptr;
   MaskKind kind = params.mask.kind;

@@ -29,7 +29,7 @@ struct KernelInfo {
 // Every compiled kernel. Empty when the extension was built without CUDA.
 std::vector<KernelInfo> kernels();
 
-// The kernel that would run these params (mask kind, softcap, ALiBi, dtype, head dims); nullptr where none exists. Softcap
+// The kernel that would run these params (mask kind, softcap, ALiBi, dropout, dtype, head dims); nullptr where none exists. Softcap
 // and ALiBi turn dense, causal and document masks into composite ones.
 const KernelInfo* find_kernel(const AttentionParams& params);
 

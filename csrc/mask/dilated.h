@@ -34,6 +34,8 @@ inline ResidueClass residue_class(const AttentionParams& p, int32_t residue) {
           static_cast<int32_t>(offset)};
 }
 
+inline int64_t element_bytes(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
+
 // The rows of a class: its first row, every dilation-th from there.
 inline TensorRef class_rows(TensorRef tensor, int64_t element_bytes, int32_t first, int32_t rows, int64_t dilation) {
   tensor.stride_residue = tensor.stride_seq;
@@ -45,7 +47,7 @@ inline TensorRef class_rows(TensorRef tensor, int64_t element_bytes, int32_t fir
 // The `residues` classes that begin with `first`, as one call.
 inline AttentionParams class_params(const AttentionParams& p, const ResidueClass& first, int32_t residues) {
   const MaskArgs& m = p.mask;
-  const int64_t bytes = p.dtype == DType::kF64 ? 8 : p.dtype == DType::kF32 ? 4 : 2;
+  const int64_t bytes = element_bytes(p.dtype);
   AttentionParams part = p;
   part.residues = residues;
   part.len_q = first.len_q;
@@ -58,6 +60,9 @@ inline AttentionParams class_params(const AttentionParams& p, const ResidueClass
   part.lse_stride_residue = p.lse_stride_seq;
   part.lse_stride_seq = p.lse_stride_seq * m.dilation;
   part.alibi_step = p.alibi_step * m.dilation;
+  part.first_query = first.first_q;
+  part.first_key = first.first_kv;
+  part.token_step = m.dilation;
 
   const auto shifted = [](int32_t bound, int64_t by) {
     if (bound == kUnbounded) return bound;
@@ -85,6 +90,37 @@ inline std::vector<AttentionParams> split_by_residue(const AttentionParams& p) {
     if (first.first_kv < p.len_kv % step) end = min_of<int64_t>(end, int64_t{begin} + p.len_kv % step - first.first_kv);
     parts.push_back(class_params(p, first, static_cast<int32_t>(end - begin)));
     begin = static_cast<int32_t>(end);
+  }
+  return parts;
+}
+
+// The same of a backward pass. Together they write every row of dq, and the rows of dk and dv that lie in a query's
+// residue class. Their deltas follow one another in `delta`.
+inline std::vector<BackwardParams> split_by_residue(const BackwardParams& p) {
+  std::vector<BackwardParams> parts;
+  const AttentionParams& whole = p.forward;
+  const int64_t bytes = element_bytes(whole.dtype);
+  int64_t rows_before = 0;
+  for (const AttentionParams& forward : split_by_residue(whole)) {
+    BackwardParams part = p;
+    part.forward = forward;
+    const auto queries = [&](const TensorRef& tensor) {
+      return class_rows(tensor, bytes, forward.first_query, forward.len_q, forward.token_step);
+    };
+    const auto keys = [&](const TensorRef& tensor) {
+      return class_rows(tensor, bytes, forward.first_key, forward.len_kv, forward.token_step);
+    };
+    part.dout = queries(p.dout);
+    part.dq = queries(p.dq);
+    part.dk = keys(p.dk);
+    part.dv = keys(p.dv);
+    if (p.dlse != nullptr) part.dlse = p.dlse + forward.first_query * p.dlse_stride_seq;
+    part.dlse_stride_residue = p.dlse_stride_seq;
+    part.dlse_stride_seq = p.dlse_stride_seq * forward.token_step;
+    part.delta = p.delta + rows_before;
+    if (p.sink_terms != nullptr) part.sink_terms = p.sink_terms + rows_before;
+    rows_before += int64_t{forward.batch} * forward.heads_q * forward.residues * forward.len_q;
+    parts.push_back(part);
   }
   return parts;
 }

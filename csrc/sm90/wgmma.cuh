@@ -84,7 +84,7 @@ __device__ __forceinline__ void pin_registers(float (&r)[kCount]) {
 
 // ---- The instruction ------------------------------------------------------------------------------------------------------
 
-// Wgmma<N, Element>::ss  D (64 x N) = A B [+ D], A and B from shared memory, both K-major
+// Wgmma<N, Element>::ss  D (64 x N) = A B [+ D], A and B from shared memory, K-major; kTransA, kTransB: MN-major
 // Wgmma<N, Element>::rs  D (64 x N) = A B [+ D], A from registers, B from shared memory; kTransB: B is MN-major
 // `accumulate` false ignores D's old value.
 template <int kN, class Element>
@@ -111,11 +111,12 @@ struct Wgmma;
 #define FMSA_WGMMA(N, ELEMENT, TYPE, COUNT, A0, A1, A2, A3, A4, A5)                                                       \
   template <>                                                                                                             \
   struct Wgmma<N, ELEMENT> {                                                                                              \
+    template <bool kTransA = false, bool kTransB = false>                                                                 \
     static __device__ __forceinline__ void ss(float (&d)[COUNT], uint64_t a, uint64_t b, bool accumulate) {               \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #A2 ", 0;\n"                                                        \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                        \
-                   " {" FMSA_TEXT##COUNT "}, %" #A0 ", %" #A1 ", p, 1, 1, 0, 0; }"                                        \
-                   : FMSA_DREGS##COUNT : "l"(a), "l"(b), "r"(int(accumulate)) : "memory");                                \
+                   " {" FMSA_TEXT##COUNT "}, %" #A0 ", %" #A1 ", p, 1, 1, %" #A3 ", %" #A4 "; }"                          \
+                   : FMSA_DREGS##COUNT : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransA)), "n"(int(kTransB)) : "memory"); \
     }                                                                                                                     \
     template <bool kTransB>                                                                                               \
     static __device__ __forceinline__ void rs(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, bool accumulate) {   \

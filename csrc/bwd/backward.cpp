@@ -1,0 +1,64 @@
+#include "bwd/backward.h"
+
+#include <stdexcept>
+
+#include "bwd/table.h"
+
+namespace flashmsa::bwd {
+namespace {
+
+const std::vector<KernelEntry>& table() {
+  static const std::vector<KernelEntry> entries = [] {
+    std::vector<KernelEntry> all;
+    for (const auto& part : {entries_d64_bf16(), entries_d64_fp16(), entries_d128_bf16(), entries_d128_fp16(),
+                             entries_d256_bf16(), entries_d256_fp16()}) {
+      all.insert(all.end(), part.begin(), part.end());
+    }
+    return all;
+  }();
+  return entries;
+}
+
+const KernelEntry* find(const BackwardParams& params) {
+  const AttentionParams& p = params.forward;
+  const bool in_order = p.mask.q_order == nullptr && p.token_step == 1;
+  const bool general = p.softcap > 0 || p.alibi_slopes != nullptr || (p.dropout_p > 0 && !in_order);
+  // The smallest bucket that holds both.
+  for (const KernelEntry& entry : table()) {
+    const KernelInfo& info = entry.info;
+    if (info.dtype == p.dtype && info.head_dim_bucket >= max_of(p.head_dim, p.head_dim_v) && info.general == general &&
+        (general || info.dropout == p.dropout_p > 0)) {
+      return &entry;
+    }
+  }
+  return nullptr;
+}
+
+const KernelEntry& require(const BackwardParams& params) {
+  const KernelEntry* entry = find(params);
+  if (entry == nullptr) throw std::runtime_error("flashmsa: no backward kernel was compiled for this head_dim and dtype");
+  return *entry;
+}
+
+}  // namespace
+
+std::vector<KernelInfo> kernels() {
+  std::vector<KernelInfo> infos;
+  for (const KernelEntry& entry : table()) infos.push_back(entry.info);
+  return infos;
+}
+
+const KernelInfo* find_kernel(const BackwardParams& params) {
+  const KernelEntry* entry = find(params);
+  return entry == nullptr ? nullptr : &entry->info;
+}
+
+size_t workspace_size(const BackwardParams& params, int32_t /*num_sms*/) {
+  return require(params).workspace_bytes(params);
+}
+
+void attention_backward(const BackwardParams& params, void* workspace, int32_t /*num_sms*/, void* stream) {
+  require(params).launch(params, workspace, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace flashmsa::bwd

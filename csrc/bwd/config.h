@@ -1,0 +1,55 @@
+// The backward kernel's tuning: one line per head-dim bucket, and everything that follows from it.
+#pragma once
+
+#include "core/types.h"
+
+namespace flashmsa::bwd {
+
+// What a kernel can do to weights beside the softmax. General: whatever the call asks for, decided at run time.
+struct Plain {
+  static constexpr const char* kName = "";
+  static constexpr bool kGeneral = false, kDropout = false;
+};
+struct Dropping {
+  static constexpr const char* kName = "_dropout";
+  static constexpr bool kGeneral = false, kDropout = true;
+};
+struct General {
+  static constexpr const char* kName = "_general";
+  static constexpr bool kGeneral = true, kDropout = true;
+};
+
+// Who accumulates what: each consumer warpgroup dK and dV of its own 64 keys, or one dV and the other dK of the same keys.
+enum class Split { kByKeys, kByGradient };
+
+template <class ElementType, class ExtraType, int32_t kHeadDimValue, Split kSplitValue, int32_t kBlockQValue,
+          int32_t kSubQValue, int32_t kStagesValue, int32_t kDsBuffersValue, int32_t kStagingsValue>
+struct Config {
+  using Element = ElementType;
+  using Extra = ExtraType;
+  static constexpr int32_t kHeadDim = kHeadDimValue;  // bucket: serves head_dim and head_dim_v up to this
+  static constexpr Split kSplit = kSplitValue;
+  static constexpr int32_t kBlockQ = kBlockQValue;    // rows of a step
+  static constexpr int32_t kSubQ = kSubQValue;        // of these, how many a warpgroup takes at once
+  static constexpr int32_t kStages = kStagesValue;    // steps of Q and dO in flight
+  static constexpr int32_t kStagings = kStagingsValue;  // 64 x 64 pieces of dQ on their way to memory
+  static constexpr int32_t kBlockKv = kSplit == Split::kByKeys ? 128 : 64;  // keys of a CTA
+  static constexpr int32_t kDsBuffers = kDsBuffersValue;  // of dS on its way to dQ
+  static constexpr int32_t kRegistersProducer = 72;  // setmaxnreg
+  static constexpr int32_t kRegistersConsumer = 216;
+  static constexpr int32_t kConsumerWarpgroups = 2;
+  static constexpr int32_t kThreads = 128 * (kConsumerWarpgroups + 1);
+  static constexpr int32_t kPieces = kBlockQ / 64 * (kHeadDim / 64);  // of dQ in a step
+  static constexpr bool kRowsShared = kSplit == Split::kByKeys;  // rows' keys come through shared memory
+};
+
+// PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
+//                                head_dim  split            block_q  sub_q  stages  ds  stagings
+template <class Element, class Extra>
+using Config64 = Config<Element, Extra, 64, Split::kByKeys, 128, Extra::kDropout ? 32 : 64, 3, 1, 2>;
+template <class Element, class Extra>
+using Config128 = Config<Element, Extra, 128, Split::kByKeys, 64, Extra::kDropout ? 32 : 64, 3, 1, 2>;
+template <class Element, class Extra>
+using Config256 = Config<Element, Extra, 256, Split::kByGradient, 64, Extra::kGeneral ? 32 : 64, 2, 2, 1>;
+
+}  // namespace flashmsa::bwd

@@ -1,0 +1,108 @@
+// The consumers of head dims up to 128: each warpgroup owns 64 keys, dK and dV of them.
+#pragma once
+
+#include "bwd/pairs.cuh"
+
+namespace flashmsa::bwd {
+
+template <class Config>
+struct KeyConsumer : Pairs<Config> {
+  using Base = Pairs<Config>;
+  using typename Base::Fragment;
+  using typename Base::Kept;
+  using typename Base::KeyOperand;
+  using typename Base::S;
+  using Base::kGradients;
+  using Base::kPairs;
+  using Base::kQuerySteps;
+  using Base::kSubs;
+  using Base::params;
+  using Base::shared;
+
+  uint64_t k_descriptor, v_descriptor;
+
+  __device__ __forceinline__ KeyConsumer(const KernelParams& params, S& shared, int32_t warpgroup)
+      : Base(params, shared, warpgroup * sm90::kWarpgroupRows) {
+    const uint32_t rows = warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes;
+    k_descriptor = KeyOperand::descriptor(Base::address(shared.k) + rows);
+    v_descriptor = KeyOperand::descriptor(Base::address(shared.v) + rows);
+  }
+
+  // One query tile, or a part of one:
+  //   1. S^T(i) = K Q(i)^T and, behind it, dK += dS^T(i-1) Q(i-1) go to the tensor cores
+  //   2. S^T(i) arrives: P^T(i)
+  //   3. dK arrives: Q(i-1) and dO(i-1) are free
+  //   4. dP^T(i) = V dO(i)^T - Δ(i), and behind it dV += P^T(i) dO(i)
+  //   5. dP^T(i) arrives: dS^T(i), to shared memory for dQ
+  //   6. dV arrives
+  // NOTE: the first tile finds dS^T(i-1) = 0 and takes its own Q, stage == before, for Q(i-1).
+  __device__ __forceinline__ void step(float (&dk)[kGradients], float (&dv)[kGradients], Fragment& ds, uint32_t stage,
+                                       uint32_t before, const Place<Config::kDsBuffers>& buffer, int sub) {
+    float s[kPairs];
+    this->template issue_pairs<false>(s, k_descriptor, Base::queries(shared.q[stage], sub));  // 1
+    this->issue_gradient(dk, ds, sub == 0 ? Base::queries(shared.q[before], kSubs - 1)
+                                          : Base::queries(shared.q[stage], sub - 1));
+    Kept kept;
+    if constexpr (Config::Extra::kDropout) kept = this->draw(stage, sub);
+
+    sm90::wgmma_wait<1>();  // 2
+    sm90::pin_registers(s);
+    Fragment p, apart;
+    Fragment& w = Config::Extra::kDropout ? apart : p;
+    this->weigh(s, p, w, kept, stage, sub);
+
+    sm90::wgmma_wait<0>();  // 3
+    sm90::pin_registers(dk);
+    if (sub == 0 && before != stage) this->release(shared.empty[before]);
+
+    float dp[kPairs];
+    if constexpr (Base::kPreload) this->preload(dp, stage, sub);
+    this->template issue_pairs<Base::kPreload>(dp, v_descriptor, Base::queries(shared.dout[stage], sub));  // 4
+    this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));
+
+    sm90::wgmma_wait<1>();  // 5
+    sm90::pin_registers(dp);
+    this->differentiate(dp, w, ds, kept, stage, sub);
+    if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
+    this->store_fragment(ds, shared.ds[buffer.stage], sub);
+    if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
+
+    sm90::wgmma_wait<0>();  // 6
+    sm90::pin_registers(dv);
+  }
+
+  __device__ __forceinline__ void run() {
+    float dk[kGradients], dv[kGradients];
+    Fragment ds;
+#pragma unroll
+    for (int e = 0; e < kGradients; ++e) dk[e] = dv[e] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kQuerySteps * 4; ++i) ds[i / 4][i % 4] = 0;
+    shared.full_kv.wait(0);
+
+    Place<Config::kStages> at;
+    Place<Config::kDsBuffers> buffer;
+    uint32_t before = 0;
+#pragma unroll 1
+    for (;; buffer.advance()) {
+      shared.full[at.stage].wait(at.parity);
+      if (Base::uniform(shared.step[at.stage].tile) < 0) break;
+#pragma unroll
+      for (int sub = 0; sub < kSubs; ++sub) step(dk, dv, ds, at.stage, before, buffer, sub);
+      before = at.stage;
+      at.advance();
+    }
+    if (at.stage != before) {
+      this->issue_gradient(dk, ds, Base::queries(shared.q[before], kSubs - 1));
+      sm90::wgmma_wait<0>();
+      sm90::pin_registers(dk);
+    }
+    const bool k_suspect = this->finish(dk, params.scale), v_suspect = this->finish(dv, params.value_scale());
+    this->note(this->warp_key() / sm90::kWarpRows, k_suspect || v_suspect);
+    // SYNC: V's rows of a warpgroup are its own, and their last use is done.
+    this->store(dv, params.dv, shared.v);
+    this->store(dk, params.dk, shared.v);
+  }
+};
+
+}  // namespace flashmsa::bwd

@@ -1,0 +1,55 @@
+// The main kernel of the backward pass on sm_90a: a CTA owns 128 (d256: 64) keys of one kv head and walks over the queries that see
+// them.
+//
+//   P = 2^(S scale - lse)   dV = P^T dO   dP = dO V^T   dS = P ∘ (dP - Δ)   dQ = scale dS K   dK = scale dS^T Q
+//
+// Everything is computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T stay in registers on their way to
+// dV and dK; dS^T alone goes through shared memory, for dQ.
+//
+// Roles       warpgroup 0: finds and loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
+//             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh).
+// Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
+// Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it.
+// Schedule    the numbered steps of the consumers.
+#pragma once
+
+#include "bwd/consumer.cuh"
+#include "bwd/dq.cuh"
+#include "bwd/split_consumer.cuh"
+#include "sm90/registers.cuh"
+
+namespace flashmsa::bwd {
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    attention_backward_kernel(const __grid_constant__ KernelParams params) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
+  const int32_t warpgroup = __shfl_sync(~0u, threadIdx.x / sm90::kWarpgroupThreads, 0);
+  if (threadIdx.x == 0) {
+    sm90::prefetch_map(params.k);
+    sm90::prefetch_map(params.v);
+    sm90::prefetch_map(params.q);
+    sm90::prefetch_map(params.dout);
+    shared.init_barriers();
+  }
+  __syncthreads();
+  // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
+  cudaGridDependencySynchronize();
+
+  if (warpgroup == 0) {
+    sm90::setmaxnreg_dec<Config::kRegistersProducer>();
+    DqWarpgroup<Config>{params, shared, key_tile_of(params, blockIdx.x)}.run();
+  } else {
+    sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
+    if constexpr (Config::kSplit == Split::kByKeys) {
+      KeyConsumer<Config>(params, shared, warpgroup - 1).run();
+    } else if (warpgroup == 1) {
+      ValueConsumer<Config>(params, shared).run();
+    } else {
+      GradientConsumer<Config>(params, shared).run();
+    }
+  }
+}
+
+}  // namespace flashmsa::bwd

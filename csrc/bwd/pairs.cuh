@@ -1,0 +1,295 @@
+// What a consumer warpgroup does with a tile of pairs, 64 keys x kSubQ queries of S^T or dP^T in its accumulators: which
+// pairs are hidden or dropped, P from S, dS from dP.
+#pragma once
+
+#include "attn/epilogue.cuh"
+#include "attn/slow_rows.cuh"
+#include "attn/softmax.cuh"
+#include "bwd/dropout.cuh"
+#include "bwd/shared.cuh"
+#include "bwd/visible.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace flashmsa::bwd {
+
+template <class Config>
+struct Pairs {
+  using S = Shared<Config>;
+  using Element = typename Config::Element;
+  using Extra = typename Config::Extra;
+  static constexpr int kPairs = Config::kSubQ / 2;         // of S^T over 128 threads
+  static constexpr int kGradients = Config::kHeadDim / 2;  // of dK, dV: 64 keys x head_dim
+  static constexpr int kSubs = Config::kBlockQ / Config::kSubQ;
+  static constexpr int kQuerySteps = Config::kSubQ / 16;
+  static constexpr int kColumnSteps = Config::kHeadDim / 16;
+  // dP starts from -Δ. Elsewhere Δ is subtracted behind it: dropout scales dP before.
+  static constexpr bool kPreload = Config::kSplit == Split::kByKeys && !Extra::kDropout;
+  using PairMma = sm90::Wgmma<Config::kSubQ, Element>;
+  using GradientMma = sm90::Wgmma<Config::kHeadDim, Element>;
+  using KeyOperand = sm90::KMajor<typename S::KTile>;
+  using QueryOperand = sm90::KMajor<typename S::QTile>;
+  using QueryTransposed = sm90::MnMajor<typename S::QTile>;
+  using Fragment = uint32_t[kQuerySteps][4];  // S^T or dS^T, rounded, as the A operand
+  using Kept = KeptBits<kPairs>;
+
+  const KernelParams& params;
+  S& shared;
+  const uint32_t first_row;  // of this warpgroup's keys, within the tile
+
+  __device__ __forceinline__ Pairs(const KernelParams& params, S& shared, uint32_t first_row)
+      : params(params), shared(shared), first_row(first_row) {}
+
+  static __device__ __forceinline__ uint32_t address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  }
+  // NOTE: unsigned, here and below: signed quotients take registers that there are not.
+  __device__ __forceinline__ uint32_t lane() const { return threadIdx.x % 32; }
+  // This warp's first key within the tile.
+  __device__ __forceinline__ uint32_t warp_key() const {
+    return first_row + threadIdx.x % sm90::kWarpgroupThreads / 32 * sm90::kWarpRows;
+  }
+  __device__ __forceinline__ void release(sm90::Barrier& barrier) {
+    if (lane() == 0) barrier.arrive();
+  }
+  // A value that is the same in all lanes, made known as such: descriptors stay in uniform registers.
+  static __device__ __forceinline__ int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
+
+  // The queries of sub-step `sub` in a tile of Q or dO.
+  static __device__ __forceinline__ uint32_t queries(const char* tile, int sub) {
+    return address(tile) + sub * Config::kSubQ * sm90::kSwizzleRowBytes;
+  }
+
+  // 64 keys' rows (K or V) times queries' (Q or dO), in flight as one group.
+  template <bool kAccumulate>
+  __device__ __forceinline__ void issue_pairs(float (&s)[kPairs], uint64_t keys, uint32_t queries) {
+    const uint64_t q = QueryOperand::descriptor(queries);
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kColumnSteps; ++i) {
+      PairMma::ss(s, keys + KeyOperand::step(i), q + QueryOperand::step(i), kAccumulate || i > 0);
+    }
+    sm90::wgmma_commit();
+  }
+
+  // dV += P^T dO, or dK += dS^T Q.
+  __device__ __forceinline__ void issue_gradient(float (&d)[kGradients], const Fragment& weights, uint32_t queries) {
+    const uint64_t q = QueryTransposed::descriptor(queries);
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kQuerySteps; ++i) {
+      GradientMma::template rs<true>(d, weights[i], q + QueryTransposed::step(i), true);
+    }
+    sm90::wgmma_commit();
+  }
+
+  // A statistic of the two queries of elements 4 n … 4 n + 3.
+  __device__ __forceinline__ float2 statistic(uint32_t stage, int sub, int which, int n) const {
+    const uint32_t row = which * Config::kBlockQ + sub * Config::kSubQ + 8 * n + lane() % 4 * 2;
+    return *reinterpret_cast<const float2*>(&shared.stats[stage][row]);
+  }
+
+  // Element e's query within the step's tile, and key.
+  __device__ __forceinline__ int32_t query_of(int sub, int e) const {
+    return sub * Config::kSubQ + 8 * (e / 4) + lane() % 4 * 2 + e % 2;
+  }
+  __device__ __forceinline__ int32_t key_of(int e) const {
+    return shared.walk.key_tile.tile * Config::kBlockKv + warp_key() + lane() / 4 + 8 * sm90::Accumulator::row_slot(e);
+  }
+
+  __device__ __forceinline__ const mask::TwoRuns& row_keys(uint32_t stage, const Step& step, int32_t query) const {
+    if constexpr (Config::kRowsShared) {
+      return shared.rows[stage][query];
+    } else {
+      const int64_t plan = params.plan(shared.walk.key_tile.batch, step.head);
+      return params.prepared.rows[(plan * params.q_tiles + step.tile) * Config::kBlockQ + query];
+    }
+  }
+
+  // S^T of hidden pairs becomes -inf.
+  // NOTE: two queries at a time, and nothing read ahead: registers are few here.
+  __device__ __forceinline__ void hide(float (&s)[kPairs], uint32_t stage, int sub) {
+    const Step step = shared.step[stage];
+#pragma unroll
+    for (int n = 0; n < kPairs / 4; ++n) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const mask::TwoRuns keys = row_keys(stage, step, query_of(sub, 4 * n + x));
+        if (!mask::contains(keys, key_of(0))) s[4 * n + x] = attn::kNegativeInfinity;
+        if (!mask::contains(keys, key_of(2))) s[4 * n + x + 2] = attn::kNegativeInfinity;
+      }
+      asm volatile("" ::: "memory");
+    }
+    if (step.detail != mask::kWholeCell) hide_in_cell(s, step, sub);
+  }
+
+  // The same of a listed cell that is not whole.
+  __device__ __forceinline__ void hide_in_cell(float (&s)[kPairs], const Step& step, int sub) {
+    const int32_t first_query = step.tile * Config::kBlockQ;
+#pragma unroll
+    for (int e = 0; e < kPairs; ++e) {
+      const uint32_t query = static_cast<uint32_t>(first_query + query_of(sub, e)) % mask::kCell;
+      if (!cell_shows(params.list, step.detail, query, static_cast<uint32_t>(key_of(e)) % mask::kCell)) s[e] = attn::kNegativeInfinity;
+      asm volatile("" ::: "memory");
+    }
+  }
+
+  // Soft cap and ALiBi, in units of S. `slope` becomes the derivative of the result by S.
+  __device__ __forceinline__ void modify(float (&s)[kPairs], float (&slope)[kPairs], uint32_t stage, int sub) {
+#pragma unroll
+    for (int e = 0; e < kPairs; ++e) slope[e] = 1.0f;
+    if (params.softcap) {
+#pragma unroll
+      for (int e = 0; e < kPairs; ++e) {
+        const float t = attn::tanh_exact(s[e] * params.cap.factor);
+        slope[e] = fmaf(-t, t, 1.0f);
+        s[e] = t * params.cap.inverse;
+      }
+    }
+    if (params.alibi_slopes != nullptr) {
+      const Step step = shared.step[stage];
+      const float alibi =
+          params.alibi_slopes[shared.walk.key_tile.batch * params.alibi_stride_batch + step.head] * params.alibi_factor;
+      const int64_t row = (params.plan(shared.walk.key_tile.batch, step.head) * params.q_tiles + step.tile) * Config::kBlockQ;
+#pragma unroll
+      for (int e = 0; e < kPairs; ++e) {
+        const int32_t position = params.prepared.positions[row + query_of(sub, e)];
+        s[e] -= alibi * fabsf(static_cast<float>(position - key_of(e)));
+      }
+    }
+  }
+
+  // Which weights dropout keeps.
+  __device__ __forceinline__ Kept draw(uint32_t stage, int sub) {
+    const Step step = shared.step[stage];
+    const int32_t first_query = step.tile * Config::kBlockQ + sub * Config::kSubQ;
+    const int32_t first_key = shared.walk.key_tile.tile * Config::kBlockKv + warp_key();
+    if constexpr (Extra::kGeneral) {
+      return draw_one_by_one<kPairs>(params, shared.walk.key_tile, step.head, first_query, first_key);
+    } else {
+      return draw_in_order<kPairs>(params, shared.walk.key_tile.batch, step.head, first_query, first_key);
+    }
+  }
+
+  // P^T = 2^(S^T scale - lse), rounded: `p` for dV, and for dS `w`: before dropout, times the slope.
+  __device__ __forceinline__ void exponentiate(const float (&s)[kPairs], const float (&slope)[kPairs], Fragment& p,
+                                               Fragment& w, const Kept& kept, uint32_t stage, int sub) {
+#pragma unroll
+    for (int n = 0; n < kPairs / 4; ++n) {
+      const float2 lse = statistic(stage, sub, 0, n);
+#pragma unroll
+      for (int slot = 0; slot < 2; ++slot) {
+        const int e = 4 * n + 2 * slot;
+        const float p0 = sm90::exp2_approx(fmaf(s[e], params.scale_log2, -lse.x));
+        const float p1 = sm90::exp2_approx(fmaf(s[e + 1], params.scale_log2, -lse.y));
+        p[n / 2][n % 2 * 2 + slot] =
+            sm90::pack2<Element>(kept.has(e) ? p0 : 0.0f, kept.has(e + 1) ? p1 : 0.0f);
+        if constexpr (Extra::kGeneral) {
+          w[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(p0 * slope[e], p1 * slope[e + 1]);
+        } else if constexpr (Extra::kDropout) {
+          w[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(p0, p1);
+        }
+      }
+    }
+  }
+
+  // S^T, as it comes, to the weights.
+  __device__ __forceinline__ void weigh(float (&s)[kPairs], Fragment& p, Fragment& w, const Kept& kept, uint32_t stage,
+                                        int sub) {
+    float slope[kPairs];
+    if constexpr (Extra::kGeneral) modify(s, slope, stage, sub);
+    if (uniform(shared.step[stage].partial) != 0) hide(s, stage, sub);
+    exponentiate(s, slope, p, w, kept, stage, sub);
+  }
+
+  __device__ __forceinline__ void preload(float (&dp)[kPairs], uint32_t stage, int sub) {
+#pragma unroll
+    for (int n = 0; n < kPairs / 4; ++n) {
+      const float2 delta = statistic(stage, sub, 1, n);
+      dp[4 * n] = dp[4 * n + 2] = delta.x;
+      dp[4 * n + 1] = dp[4 * n + 3] = delta.y;
+    }
+  }
+
+  // dS^T = w ∘ (dP^T - Δ), rounded.
+  // NOTE: where a hidden pair's dP is not finite, neither is its dS; postprocessing sees that.
+  __device__ __forceinline__ void differentiate(float (&dp)[kPairs], const Fragment& w, Fragment& ds, const Kept& kept,
+                                                uint32_t stage, int sub) {
+#pragma unroll
+    for (int n = 0; n < kPairs / 4; ++n) {
+      float2 delta;
+      if constexpr (!kPreload) delta = statistic(stage, sub, 1, n);
+#pragma unroll
+      for (int slot = 0; slot < 2; ++slot) {
+        const int e = 4 * n + 2 * slot;
+        if constexpr (!kPreload) {
+          if constexpr (Extra::kDropout) {
+            dp[e] = fmaf(dp[e], kept.has(e) ? params.dropout.keep_scale : 0.0f, delta.x);
+            dp[e + 1] = fmaf(dp[e + 1], kept.has(e + 1) ? params.dropout.keep_scale : 0.0f, delta.y);
+          } else {
+            dp[e] += delta.x;
+            dp[e + 1] += delta.y;
+          }
+        }
+        const float2 weight = attn::unpack2(w[n / 2][n % 2 * 2 + slot], Element{});
+        ds[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(weight.x * dp[e], weight.y * dp[e + 1]);
+      }
+    }
+  }
+
+  // Where this lane's 16 bytes of a 16 x 16 block of dS^T lie, for ldmatrix and stmatrix.
+  // PERF: a chunk's place within its 128 bytes is one exclusive or away from the first's.
+  __device__ __forceinline__ uint32_t block_address(uint32_t first, int block) const {
+    return (first ^ (block % 4 * 32)) + block / 4 * S::DsTile::kGroupBytes;
+  }
+  __device__ __forceinline__ uint32_t first_block(const char* tile) const {
+    const uint32_t row = warp_key() + sm90::Matrix16x16::row(lane());
+    return address(tile) + S::DsTile::chunk_offset(row, sm90::Matrix16x16::half(lane()));
+  }
+  __device__ __forceinline__ void store_fragment(const Fragment& ds, char* tile, int sub) {
+    const uint32_t first = first_block(tile);
+#pragma unroll
+    for (int i = 0; i < kQuerySteps; ++i) {
+      sm90::stmatrix_x4(block_address(first, sub * kQuerySteps + i), ds[i][0], ds[i][1], ds[i][2], ds[i][3]);
+    }
+  }
+  __device__ __forceinline__ void load_fragment(Fragment& ds, const char* tile, int sub) {
+    const uint32_t first = first_block(tile);
+#pragma unroll
+    for (int i = 0; i < kQuerySteps; ++i) sm90::ldmatrix_x4(ds[i], block_address(first, sub * kQuerySteps + i));
+  }
+
+  // SYNC: makes a warp's part of dS^T known to dQ's wgmma.
+  __device__ __forceinline__ void publish(sm90::Barrier& full) {
+    sm90::fence_async_proxy();
+    __syncwarp();
+    release(full);
+  }
+
+  // A gradient to memory, by way of shared rows that nobody needs any more.
+  __device__ __forceinline__ void store(const float (&d)[kGradients], const sm90::TensorMap& tensor, char* staging) {
+    const int32_t first_key = shared.walk.key_tile.tile * Config::kBlockKv + warp_key();
+    attn::stage_rows<Element, typename S::KTile, kGradients>(d, 0, address(staging), warp_key());
+    sm90::fence_async_proxy();
+    __syncwarp();
+    if (lane() == 0 && first_key < params.len_kv) {
+      sm90::store_rows<typename S::KTile, sm90::kStridedRank>(
+          tensor, staging + warp_key() * sm90::kSwizzleRowBytes, 0, first_key,
+          {shared.walk.key_tile.kv_head, shared.walk.key_tile.batch, shared.walk.key_tile.residue});
+    }
+    if (lane() == 0) sm90::wait_stores_read();
+    __syncwarp();
+  }
+
+  // A gradient is complete: scaled, and noted where it is not finite.
+  __device__ __forceinline__ bool finish(float (&d)[kGradients], float factor) {
+#pragma unroll
+    for (int e = 0; e < kGradients; ++e) d[e] *= factor;
+    return attn::any_nonfinite(d);
+  }
+  __device__ __forceinline__ void note(uint32_t warp, bool suspect) {
+    if (lane() == 0) params.prepared.suspects[blockIdx.x * 8 + warp] = suspect;
+  }
+};
+
+}  // namespace flashmsa::bwd

@@ -1,0 +1,144 @@
+// Behind the main kernel: dQ from its fp32 sum, and gradients that did not come out finite once more, pair by pair.
+//
+// Where a tile holds pairs that may not be seen, their weight is 0, but 0 times a NaN or an infinity is NaN. What may not be
+// seen must not be touched; so such rows are computed again from what they see alone. Slow, and right: ordinary data never
+// come here.
+#pragma once
+
+#include "attn/epilogue.cuh"
+#include "attn/slow_rows.cuh"
+#include "bwd/pair.cuh"
+#include "bwd/shared.cuh"
+#include "bwd/visible.cuh"
+
+namespace flashmsa::bwd {
+
+inline constexpr int kPostprocessThreads = 128;
+
+template <class Config>
+struct Postprocess {
+  using Element = typename Config::Element;
+  using RowTile = sm90::SwizzledTile<64, 64>;
+
+  const KernelParams& params;
+
+  __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
+  __device__ __forceinline__ int32_t warp() const { return threadIdx.x / 32; }
+
+  // 64 rows of dQ.
+  __device__ void convert(int32_t block, char* staging) {
+    constexpr int32_t kBlocks = Config::kBlockQ / 64, kColumns = Config::kHeadDim / 64;
+    const int32_t blocks = params.q_tiles * kBlocks;
+    const int32_t sequence = block / blocks;
+    const sm90::Sequence at = {sequence / params.residues % params.heads_q,
+                               sequence / params.residues / params.heads_q, sequence % params.residues};
+    const int32_t first_row = block % blocks * 64 + warp() * sm90::kWarpRows;
+    if (first_row >= params.len_q) return;
+    const float* from = params.prepared.dq + int64_t{block} * kColumns * DqPiece::kFloats + warp() * DqPiece::kWarpFloats;
+    bool suspect = false;
+#pragma unroll
+    for (int32_t column = 0; column < kColumns; ++column) {
+      if (column * 64 >= params.head_dim) break;
+      float dq[32];
+#pragma unroll
+      for (int e = 0; e < 32; e += 4) {
+        const float4 quad = __ldcs(reinterpret_cast<const float4*>(from + column * DqPiece::kFloats +
+                                                                   DqPiece::offset(lane(), e)));
+        dq[e] = quad.x * params.scale;
+        dq[e + 1] = quad.y * params.scale;
+        dq[e + 2] = quad.z * params.scale;
+        dq[e + 3] = quad.w * params.scale;
+      }
+      suspect |= attn::any_nonfinite(dq);
+      const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
+      attn::stage_rows<Element, RowTile, 32>(dq, 0, tile, warp() * sm90::kWarpRows);
+      __syncwarp();
+      write_rows(at, first_row, column * 64, staging);
+      __syncwarp();
+    }
+    if (!suspect) return;
+    for (int32_t i = 0; i < sm90::kWarpRows && first_row + i < params.len_q; ++i) redo_query(at, first_row + i);
+  }
+
+  // A warp's 16 rows of 64 columns, eight lanes a row.
+  __device__ __forceinline__ void write_rows(sm90::Sequence at, int32_t first_row, int32_t first_column,
+                                             const char* staging) {
+    const int32_t chunk = lane() % 8;
+#pragma unroll
+    for (int32_t i = lane() / 8; i < sm90::kWarpRows; i += 4) {
+      const int32_t row = first_row + i, column = first_column + chunk * 8;
+      if (row >= params.len_q || column >= params.head_dim) continue;
+      const uint4 value = *reinterpret_cast<const uint4*>(
+          staging + RowTile::chunk_offset(warp() * sm90::kWarpRows + i, chunk));
+      *reinterpret_cast<uint4*>(attn::row_of<Element>(params.dq_rows, at, row) + column) = value;
+    }
+  }
+
+  __device__ __forceinline__ void redo_query(sm90::Sequence at, int32_t row) {
+    PairGradient<Element> pair(params, at.batch, at.residue);
+    pair.load_query(at.head, row, Config::kBlockQ);
+    const int32_t kv_head = at.head / params.heads_per_kv_head();
+    float dq[8] = {};
+    const mask::TwoRuns keys = pair.keys;
+    const mask::Interval runs[2] = {keys.main, mask::first_run(keys)};
+    for (int run = 0; run < 2; ++run) {
+      for (int32_t key = runs[run].begin; key < runs[run].end; ++key) {
+        if (!visible(params, keys, at.batch, at.head, row, key)) continue;
+        pair.load_key(kv_head, key);
+        const float ds = pair.ds();
+#pragma unroll
+        for (int c = 0; c < 8; ++c) dq[c] = fmaf(ds, pair.k[c], dq[c]);
+      }
+    }
+    pair.store(params.dq_rows, at, row, params.head_dim, dq, params.scale);
+  }
+
+  // 16 keys of a warp of the main kernel.
+  __device__ void redo_keys(int32_t cta, int32_t consumer_warp) {
+    if (params.prepared.suspects[cta * 8 + consumer_warp] == 0) return;
+    const KeyTile tile = key_tile_of(params, cta);
+    const int32_t first = tile.tile * Config::kBlockKv + consumer_warp % (Config::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
+    for (int32_t i = 0; i < sm90::kWarpRows && first + i < params.len_kv; ++i) redo_key(tile, first + i);
+  }
+
+  __device__ __forceinline__ void redo_key(const KeyTile& tile, int32_t key) {
+    PairGradient<Element> pair(params, tile.batch, tile.residue);
+    pair.load_key(tile.kv_head, key);
+    float dk[8] = {}, dv[8] = {};
+    for (int32_t g = 0; g < params.heads_per_kv_head(); ++g) {
+      const int32_t head = tile.kv_head * params.heads_per_kv_head() + g;
+      const mask::TwoRuns* rows =
+          params.prepared.rows + params.plan(tile.batch, head) * params.q_tiles * Config::kBlockQ;
+      for (int32_t row = 0; row < params.len_q; ++row) {
+        if (!visible(params, rows[row], tile.batch, head, row, key)) continue;
+        pair.load_query(head, row, Config::kBlockQ);
+        const float ds = pair.ds();
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          dk[c] = fmaf(ds, pair.q[c], dk[c]);
+          dv[c] = fmaf(pair.dropped, pair.dout[c], dv[c]);
+        }
+      }
+    }
+    const sm90::Sequence at = {tile.kv_head, tile.batch, tile.residue};
+    pair.store(params.dk_rows, at, key, params.head_dim, dk, params.scale);
+    pair.store(params.dv_rows, at, key, params.head_dim_v, dv, 1.0f);
+  }
+};
+
+// First a CTA for 64 rows of dQ each, then one for four warps of the main kernel each.
+template <class Config>
+__global__ void __launch_bounds__(kPostprocessThreads) postprocess_kernel(const __grid_constant__ KernelParams params,
+                                                                          int32_t blocks) {
+  __shared__ __align__(1024) char staging[Postprocess<Config>::RowTile::kBytes];
+  Postprocess<Config> post{params};
+  const int32_t index = blockIdx.x;
+  if (index < blocks) {
+    post.convert(index, staging);
+  } else {
+    const int32_t rest = index - blocks;
+    post.redo_keys(rest / 2, rest % 2 * 4 + post.warp());
+  }
+}
+
+}  // namespace flashmsa::bwd

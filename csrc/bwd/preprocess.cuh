@@ -1,0 +1,127 @@
+// Ahead of the main kernel: Δ = rowsum(dO ∘ O) - dlse and lse for every row, zeros for dQ, and which keys each row and each
+// tile of rows sees.
+#pragma once
+
+#include "attn/slow_rows.cuh"
+#include "bwd/shared.cuh"
+#include "mask/composite.h"
+
+namespace flashmsa::bwd {
+
+inline constexpr int kPreprocessThreads = 256;
+
+struct PreprocessParams {
+  TensorRef out, dout;
+  const float* lse;
+  int64_t lse_stride_batch, lse_stride_head, lse_stride_seq, lse_stride_residue;
+  const float* dlse;  // null: zero
+  int64_t dlse_stride_batch, dlse_stride_head, dlse_stride_seq, dlse_stride_residue;
+  float* delta;  // (batch, heads_q, residues, len_q); null: not wanted
+  mask::Composite::Params mask;
+  Prepared prepared;
+  int32_t heads_q, residues, len_q, q_tiles, head_dim_v;
+  int32_t block_kv;  // keys of the main kernel's tiles
+};
+
+// A row's own keys, whatever block it is in.
+__device__ inline mask::TwoRuns keys_of(const PreprocessParams& params, int32_t batch, int32_t head, int32_t row,
+                                        int32_t* position) {
+  using mask::Composite;
+  const Composite::Block block = Composite::block(params.mask, batch, head, row, row);
+  if (position != nullptr) *position = Composite::position(params.mask, block, row);
+  return Composite::row(params.mask, block, row);
+}
+
+// The tiles' share of a plan: rows, by one thread each, then the tile by the first. SYNC: all threads of the CTA call it.
+template <class Config>
+__device__ void plan_tile(const PreprocessParams& params, int32_t batch, int32_t head, int32_t tile) {
+  __shared__ mask::TwoRuns ends[2];
+  const Prepared& to = params.prepared;
+  const int64_t plan = int64_t{batch} * to.plan_stride_batch + int64_t{head} * to.plan_stride_head;
+  const int32_t first_row = tile * Config::kBlockQ;
+  const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
+  for (int32_t i = threadIdx.x; i < Config::kBlockQ; i += blockDim.x) {
+    const int64_t at = (plan * params.q_tiles + tile) * Config::kBlockQ + i;
+    const int32_t row = first_row + i;
+    mask::TwoRuns keys = {{0, 0}, {0, 0}};
+    int32_t position = 0;
+    if (row <= last_row) {
+      keys = keys_of(params, batch, head, row, to.positions != nullptr ? &position : nullptr);
+      if (row == first_row) ends[0] = keys;
+      if (row == last_row) ends[1] = keys;
+    }
+    to.rows[at] = keys;
+    if (to.positions != nullptr) to.positions[at] = position;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const mask::TwoRunTiles tiles = mask::key_tiles(ends[0], ends[1], params.block_kv);
+    to.tiles[plan * params.q_tiles + tile] = {tiles.main, tiles.first_begin, tiles.first_end, {0, 0}};
+  }
+}
+
+// One CTA a tile of rows of a sequence.
+template <class Config>
+__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ PreprocessParams params) {
+  using Element = typename Config::Element;
+  constexpr float kLog2E = 1.44269504088896341f;
+  constexpr float kInfinity = __builtin_huge_valf();
+  constexpr int32_t kLanes = Config::kHeadDim / 8;  // of a row
+  constexpr int32_t kRowsAtOnce = kPreprocessThreads / kLanes;
+  // The main kernel may start to set itself up.
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  const int32_t tile = blockIdx.x % params.q_tiles;
+  const int32_t sequence = blockIdx.x / params.q_tiles;
+  const int32_t residue = sequence % params.residues;
+  const int32_t head = sequence / params.residues % params.heads_q;
+  const int32_t batch = sequence / params.residues / params.heads_q;
+  const sm90::Sequence from = {head, batch, residue};
+  float* stats = params.prepared.stats + int64_t{blockIdx.x} * (2 * Config::kBlockQ);
+
+  const int32_t lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int32_t i = threadIdx.x / kLanes; i < Config::kBlockQ; i += kRowsAtOnce) {
+    const int32_t row = tile * Config::kBlockQ + i;
+    float delta = 0.0f;
+    if (row < params.len_q && lane * 8 < params.head_dim_v) {
+      float o[8], d[8];
+      attn::load8(attn::row_of<Element>(params.out, from, row) + lane * 8, o);
+      attn::load8(attn::row_of<Element>(params.dout, from, row) + lane * 8, d);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) delta = fmaf(o[c], d[c], delta);
+    }
+#pragma unroll
+    for (int32_t step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+    if (lane == 0) {
+      // Rows that see nothing, and rows past the end: every weight is 2^-inf = 0.
+      float lse = kInfinity;
+      if (row < params.len_q) {
+        const float given = params.lse[batch * params.lse_stride_batch + head * params.lse_stride_head +
+                                       residue * params.lse_stride_residue + row * params.lse_stride_seq];
+        if (given != -kInfinity) lse = given * kLog2E;
+        if (params.dlse != nullptr) {
+          delta -= params.dlse[batch * params.dlse_stride_batch + head * params.dlse_stride_head +
+                               residue * params.dlse_stride_residue + row * params.dlse_stride_seq];
+        }
+        if (params.delta != nullptr) params.delta[int64_t{sequence} * params.len_q + row] = delta;
+      }
+      stats[i] = lse;
+      stats[Config::kBlockQ + i] = -delta;
+    }
+  }
+
+  constexpr int32_t kQuads = Config::kPieces * DqPiece::kFloats / 4;
+  float4* dq = reinterpret_cast<float4*>(params.prepared.dq) + int64_t{blockIdx.x} * kQuads;
+  for (int32_t i = threadIdx.x; i < kQuads; i += kPreprocessThreads) dq[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (params.prepared.turns != nullptr && threadIdx.x < Config::kBlockQ / 16) {
+    params.prepared.turns[int64_t{blockIdx.x} * (Config::kBlockQ / 16) + threadIdx.x] = 0;
+  }
+
+  // The first sequence that a plan serves makes it.
+  const bool first = residue == 0 && (batch == 0 || params.prepared.plan_stride_batch != 0) &&
+                     (head == 0 || params.prepared.plan_stride_head != 0);
+  if (first) plan_tile<Config>(params, batch, head, tile);
+}
+
+}  // namespace flashmsa::bwd

@@ -1,0 +1,176 @@
+// The backward kernels' parameters and the plan of shared memory.
+#pragma once
+
+#include "attn/score.cuh"
+#include "bwd/config.h"
+#include "core/params.h"
+#include "mask/interval.h"
+#include "sched/tile_order.h"
+#include "sm90/barrier.cuh"
+#include "sm90/fragment.h"
+#include "sm90/tensor_map.h"
+#include "sm90/tma.cuh"
+
+namespace flashmsa::bwd {
+
+// Which key tiles some rows of queries meet, for the kernel that walks the other way.
+struct alignas(32) QueryTile {
+  mask::KeyTiles main;
+  int32_t first_begin, first_end;
+  int32_t unused[2];
+};
+
+// What preprocessing leaves for the main kernel, all in the workspace. Rows come in tiles of Config::kBlockQ, the last one
+// filled up; a sequence is a (batch, head, residue).
+struct Prepared {
+  float* stats;        // (sequences, q_tiles, 2, block_q): lse in the exponent's units, then -Δ
+  float* dq;           // (sequences, 64-row blocks, head_dim / 64, 4096): fragment order, see DqPiece
+  QueryTile* tiles;    // (plans, q_tiles)
+  mask::TwoRuns* rows;  // (plans, padded len_q): the keys of each row
+  int32_t* positions;  // (plans, padded len_q): ALiBi's; null: none
+  int32_t* suspects;   // (CTAs of the main kernel, 8 warps): a gradient of theirs is not finite
+  int32_t* turns;      // (sequences, 64-row blocks, 4 warps): deterministic mode; null: any order
+  int32_t plan_stride_batch, plan_stride_head;  // 0: the same plan
+};
+
+// A number on its way to dq: 64 x 64 of fp32, as the warps' accumulators hold it, four elements of each lane in a row.
+struct DqPiece {
+  static constexpr int32_t kFloats = 64 * 64;
+  static constexpr int32_t kWarpFloats = kFloats / 4;
+  // Of element e of a lane, within the warp's part.
+  static FLASHMSA_HD constexpr uint32_t offset(uint32_t lane, uint32_t e) { return (e / 4 * 32 + lane) * 4 + e % 4; }
+};
+
+// What core/philox.h needs: the draws' key, and the caller's indices of queries and keys.
+struct DropoutParams {
+  const int64_t* rng_state;  // null: none
+  double p;
+  float keep_scale;
+  int32_t first_query, first_key, token_step;
+  const int32_t* q_order;  // instead of these; null: not
+  const int32_t* kv_order;
+  int64_t q_stride_batch, q_stride_head, kv_stride_batch, kv_stride_head;
+};
+
+struct KernelParams {
+  sm90::TensorMap q, dout, k, v, dk, dv;
+  TensorRef q_rows, dout_rows, k_rows, v_rows, dq_rows, dk_rows, dv_rows;  // the same tensors, for the slow path
+  Prepared prepared;
+  CellListArgs list;  // rows 0: none
+  sched::TileOrder order;
+  int32_t batch, heads_q, heads_kv, residues;
+  int32_t len_q, len_kv, q_tiles, head_dim, head_dim_v;
+  float scale, scale_log2;  // scale_log2 = scale * log2(e) > 0
+  attn::CapParams cap;      // softcap
+  bool softcap;
+  const float* alibi_slopes;  // null: none; (heads_q) or (batch, heads_q)
+  int64_t alibi_stride_batch;
+  float alibi_factor;  // from a slope to S's unit a key
+  DropoutParams dropout;
+
+  // What kept weights, and with them dV, are multiplied by.
+  FLASHMSA_HD float value_scale() const { return dropout.rng_state != nullptr ? dropout.keep_scale : 1.0f; }
+  FLASHMSA_HD int32_t heads_per_kv_head() const { return heads_q / heads_kv; }
+  FLASHMSA_HD int64_t sequence(int32_t batch_index, int32_t head, int32_t residue) const {
+    return (int64_t{batch_index} * heads_q + head) * residues + residue;
+  }
+  FLASHMSA_HD int64_t plan(int32_t batch_index, int32_t head) const {
+    return int64_t{batch_index} * prepared.plan_stride_batch + int64_t{head} * prepared.plan_stride_head;
+  }
+};
+
+// One step: a tile of queries of one head.
+struct alignas(16) Step {
+  int32_t tile;     // of queries; negative: no more
+  int32_t head;
+  int32_t partial;  // some pair may be hidden
+  int32_t detail;   // of the listed cell
+  int32_t turn;     // how many key tiles before this one meet these queries
+};
+
+// Whose keys and values a CTA's tile is.
+struct KeyTile {
+  int32_t tile, batch, residue, kv_head;
+};
+
+// Where the search for query tiles stands, see Walk.
+struct WalkState {
+  KeyTile key_tile;
+  int32_t head, last_head;
+  int32_t base;             // of 32 tiles
+  uint32_t found, partial;  // of these: to come, and not whole
+  int32_t detail[32], turn[32];
+};
+
+template <class Config>
+struct Shared {
+  using QTile = sm90::SwizzledTile<Config::kBlockQ, Config::kHeadDim>;
+  using KTile = sm90::SwizzledTile<Config::kBlockKv, Config::kHeadDim>;
+  using DsTile = sm90::SwizzledTile<Config::kBlockKv, Config::kBlockQ>;  // dS^T
+
+  static constexpr uint32_t kStatBytes = 2 * Config::kBlockQ * sizeof(float);
+  static constexpr uint32_t kRowBytes = Config::kRowsShared ? Config::kBlockQ * sizeof(mask::TwoRuns) : 0;
+
+  alignas(1024) char k[KTile::kBytes];
+  alignas(1024) char v[KTile::kBytes];
+  alignas(1024) char q[Config::kStages][QTile::kBytes];
+  alignas(1024) char dout[Config::kStages][QTile::kBytes];
+  alignas(1024) char ds[Config::kDsBuffers][DsTile::kBytes];
+  alignas(1024) float staging[Config::kStagings][DqPiece::kFloats];
+  alignas(128) float stats[Config::kStages][2 * Config::kBlockQ];
+  // Where the step is partial.
+  alignas(128) mask::TwoRuns rows[Config::kStages][Config::kRowsShared ? Config::kBlockQ : 1];
+  Step step[Config::kStages];
+  WalkState walk;
+
+  //                                      arrives (count)             waits
+  sm90::Barrier full_kv;                  // producer + TMA bytes (1)    consumers, dQ
+  sm90::Barrier full[Config::kStages];    // producer + TMA bytes (1)    consumers, dQ
+  sm90::Barrier empty[Config::kStages];   // consumer warps              producer
+  sm90::Barrier full_p[Config::kDsBuffers];   // P's warps (split)         the other consumers
+  sm90::Barrier full_ds[Config::kDsBuffers];  // dS's warps                dQ
+  sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
+
+  __device__ void init_barriers() {
+    constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
+    full_kv.init(1);
+    for (int s = 0; s < Config::kStages; ++s) {
+      full[s].init(1);
+      empty[s].init(kConsumerWarps);
+    }
+    for (int s = 0; s < Config::kDsBuffers; ++s) {
+      full_p[s].init(4);
+      full_ds[s].init(Config::kSplit == Split::kByKeys ? kConsumerWarps : 4);
+      empty_ds[s].init(4);
+    }
+    sm90::fence_barrier_init();
+  }
+};
+
+// A place in a ring of any number of stages, and the parity of its round.
+template <int32_t kStages>
+struct Place {
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1u;
+    }
+  }
+};
+
+__device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32_t index) {
+  const sched::TileIndex at = params.order.decode(index);
+  // The first key tile first: under a causal mask most queries see it.
+  KeyTile key_tile;
+  key_tile.tile = at.row_rank;
+  key_tile.kv_head = at.slice % params.heads_kv;
+  const int32_t sequence = at.slice / params.heads_kv;
+  key_tile.batch = sequence / params.residues;
+  key_tile.residue = sequence % params.residues;
+  return key_tile;
+}
+
+}  // namespace flashmsa::bwd

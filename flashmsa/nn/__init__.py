@@ -1,0 +1,5 @@
+"""Modules for ``torch.nn``: attention layers over ``flashmsa.attention``."""
+
+from .self_attention import SelfAttention
+
+__all__ = ["SelfAttention"]

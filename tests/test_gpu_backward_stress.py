@@ -1,0 +1,204 @@
+"""The backward kernels under stress: determinism under load, streams, graphs, the host, memory. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gradients import Gradients, check_gradients, grad_like, run_and_check_backward, run_backward
+from helpers import ALL_FAMILIES, CAUSAL, DENSE, Options, Target, document, make_qkv, mask_for, poisoned_allocations
+from test_gpu_stress import peak_of, workspace_limit
+
+import flashmsa
+
+pytestmark = pytest.mark.gpu
+
+BUCKETS = [64, 128, 256]
+GRADS = ("dq", "dk", "dv")
+
+
+def sm90(dtype: torch.dtype = torch.bfloat16) -> Target:
+    return Target("sm90", "cuda", dtype)
+
+
+def assert_same_bits(found: Gradients, wanted: Gradients, note: object) -> None:
+    for name, want in wanted.items():
+        assert torch.equal(found[name], want), f"{note}: {name} differs"
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize(
+    "family", ["dense", "causal", "document-batched-causal", "window-keep", "dilated", "hash-causal", "blocks"]
+)
+def test_case_34_deterministic_under_load(dim: int, heads: tuple[int, int], family: str) -> None:
+    """100 runs, bitwise equal, while another stream keeps the GPU's memory and SMs busy in bursts."""
+    q, k, v = make_qkv(sm90(), 2, heads, 700, 700, dim)
+    mask = mask_for(family, 2, 700, 700, heads=heads).build("cuda")
+    d_out, d_lse = grad_like(q, v)
+    busy, x = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    first = run_backward(sm90(), q, k, v, mask, d_out, d_lse, deterministic=True)
+    different = torch.zeros((), device="cuda", dtype=torch.bool)
+    for n in range(100):
+        with torch.cuda.stream(busy):
+            for _ in range(n % 4):
+                x = (x @ x).clamp(-1, 1)
+        found = run_backward(sm90(), q, k, v, mask, d_out, d_lse, deterministic=True)
+        for name, want in first.items():
+            different |= (found[name] != want).any()
+    assert not different
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("family", ["causal", "document-causal"])
+def test_case_34_a_thousand_launches(dim: int, family: str) -> None:
+    q, k, v = make_qkv(sm90(), 1, (4, 2), 300, 300, dim)
+    mask = mask_for(family, 1, 300, 300).build("cuda")
+    d_out, _ = grad_like(q, v)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flashmsa.attention(*leaves, mask=mask, backend="sm90", deterministic=True)
+    first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    different = torch.zeros((), device="cuda", dtype=torch.bool)
+    for _ in range(1000):
+        for got, want in zip(torch.autograd.grad(out, leaves, d_out, retain_graph=True), first, strict=True):
+            different |= (got != want).any()
+    assert not different
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_without_determinism_by_the_rule_every_time(dim: int, family: str) -> None:
+    """Sums in whatever order: right each time, also into memory that held NaN."""
+    q, k, v = make_qkv(sm90(), 2, (4, 2), 300, 400, dim)
+    mask = mask_for(family, 2, 300, 400, heads=(4, 2))
+    d_out, d_lse = grad_like(q, v)
+    for n in range(3):
+        junk = [torch.full((size,), math.nan, device="cuda") for size in (2**12, 2**16, 2**20)]
+        del junk
+        check_gradients(run_backward(sm90(), q, k, v, mask, d_out, d_lse), q, k, v, mask, d_out, d_lse, note=f"run {n}")
+    with poisoned_allocations():
+        check_gradients(run_backward(sm90(), q, k, v, mask, d_out, d_lse), q, k, v, mask, d_out, d_lse, note="poisoned")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize(
+    "case", [DENSE, CAUSAL, document(0, 700, 1500, 1501, 2000, causal=True), mask_for("window", 1, 2000, 2000)], ids=str
+)
+def test_longer_lengths(dtype: torch.dtype, dim: int, case) -> None:
+    q, k, v = make_qkv(sm90(dtype), 1, (4, 2), 2000, 2000, dim)
+    run_and_check_backward(sm90(dtype), q, k, v, case)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_captured_step(family: str) -> None:
+    """Forward and backward in one graph, replayed with other values: as eager."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(sm90(), 2, (4, 2), 300, 400, 64))
+    mask = mask_for(family, 2, 300, 400, heads=(4, 2))
+    built = mask.build("cuda")
+    d_out, d_lse = grad_like(q, v)
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        options = {"mask": built, "sinks": sinks, "backend": "sm90", "return_lse": True, "deterministic": True}
+        out, lse = flashmsa.attention(q, k, v, **options)
+        return out, lse, *torch.autograd.grad((out, lse), (q, k, v, sinks), (d_out, d_lse))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (q, k, v, sinks, d_out, d_lse):
+                x.normal_()
+            for x in held:
+                x.fill_(math.nan)
+        graph.replay()
+        found = dict(zip(("out", "lse", *GRADS, "dsinks"), held, strict=True))
+        inputs = [x.detach() for x in (q, k, v)]
+        options = Options(sinks=sinks.detach())
+        check_gradients(found, *inputs, mask, d_out, d_lse, options)
+        assert_same_bits(found, run_backward(sm90(), *inputs, built, d_out, d_lse, options, deterministic=True), family)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_the_host_never_waits(family: str, deterministic: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(sm90(), 2, (4, 2), 300, 300, 64))
+    mask = mask_for(family, 2, 300, 300, heads=(4, 2)).build("cuda")
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    d_out = torch.randn_like(q)
+
+    def step() -> None:
+        out = flashmsa.attention(q, k, v, mask=mask, sinks=sinks, backend="sm90", deterministic=deterministic)
+        torch.autograd.grad(out, (q, k, v, sinks), d_out)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", ["dense", "causal", "document-causal", "dilated", "hash", "blocks"])
+def test_two_streams_at_once(family: str) -> None:
+    """Steps on two streams share nothing: each gets the bits that it gets alone."""
+    jobs = []
+    for n in range(2):
+        q, k, v = make_qkv(sm90(), 2, (4, 2), 500 + 130 * n, 700, 64)
+        mask = mask_for(family, 2, 500 + 130 * n, 700, seed=n).build("cuda")
+        d_out, d_lse = grad_like(q, v)
+        given = (q, k, v, mask, d_out, d_lse)
+        jobs.append((given, run_backward(sm90(), *given, deterministic=True), torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for given, wanted, stream in jobs:
+            with torch.cuda.stream(stream):
+                results.append((run_backward(sm90(), *given, deterministic=True), wanted))
+    torch.cuda.synchronize()
+    for n, (found, wanted) in enumerate(results):
+        assert_same_bits(found, wanted, f"launch {n}")
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("family", ["dense", "causal", "document", "window", "blocks"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_peak_memory(dim: int, heads: tuple[int, int], family: str, deterministic: bool) -> None:
+    """Beyond the gradients: dQ in fp32, delta, and what is linear in the rows; nothing that grows with S^2."""
+    batch, length = 2, 4096
+    q, k, v = (x.requires_grad_() for x in make_qkv(sm90(), batch, heads, length, length, dim))
+    mask = mask_for(family, batch, length, length, documents=64).build("cuda")
+    d_out = torch.randn_like(q)
+    out = flashmsa.attention(q, k, v, mask=mask, backend="sm90", deterministic=deterministic)
+    found = peak_of(lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True))
+    rows = batch * heads[0] * length
+    linear = 4 * rows * dim + 4 * 4 * rows + workspace_limit(batch, heads[0], length, 64) + 2**20
+    assert found <= q.nbytes + k.nbytes + v.nbytes + linear
+
+
+def test_on_the_stream_of_the_forward_pass() -> None:
+    """Autograd runs backward where forward ran, behind a slow producer of dO."""
+    q, k, v = make_qkv(sm90(), 2, (4, 2), 300, 300, 64)
+    values, _ = grad_like(q, v)
+    wanted = run_backward(sm90(), q, k, v, CAUSAL, values, deterministic=True)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    d_out = torch.full_like(values, math.nan)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        out = flashmsa.attention(*leaves, flashmsa.Causal(), backend="sm90", deterministic=True)
+        torch.cuda._sleep(50_000_000)
+        d_out.copy_(values)
+        found = torch.autograd.grad(out, leaves, d_out)
+    stream.synchronize()
+    assert_same_bits(dict(zip(GRADS, found, strict=True)), {name: wanted[name] for name in GRADS}, "side stream")

@@ -41,6 +41,21 @@ __device__ __forceinline__ void apply_intervals(float (&s)[kCount], const mask::
   }
 }
 
+// The same for keys in groups of 8, `groups` their first keys.
+template <int kCount>
+__device__ __forceinline__ void apply_groups(float (&s)[kCount], const mask::TwoRuns (&rows)[2], const int32_t* groups,
+                                             int32_t thread) {
+#pragma unroll
+  for (int group = 0; group < kCount / 4; ++group) {
+    const int32_t first_column = groups[group] + sm90::Accumulator::first_column(thread);
+#pragma unroll
+    for (int e = group * 4; e < group * 4 + 4; ++e) {
+      const mask::TwoRuns& row = rows[sm90::Accumulator::row_slot(e)];
+      if (!mask::contains(row, first_column + e % 2)) s[e] = kNegativeInfinity;
+    }
+  }
+}
+
 // Sets S to -inf where the bits of this thread's two rows are clear: bit k of word w is column 32 w + k.
 template <int kCount>
 __device__ __forceinline__ void apply_bits(float (&s)[kCount], const int32_t* const (&rows)[2], int32_t thread) {

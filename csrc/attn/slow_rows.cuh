@@ -44,13 +44,22 @@ __device__ __forceinline__ Element* row_of(const TensorRef& tensor, sm90::Sequen
          sequence.head * tensor.stride_head + sequence.residue * tensor.stride_residue + row * tensor.stride_seq;
 }
 
-// One row by one warp: the keys of a step of 32 are spread over the lanes, then the columns of O.
-template <class Element, class Score>
-struct SlowRow {
-  const Element* q_row;
+// Where the rows of K and V lie: one after another.
+template <class Element>
+struct StridedRows {
   const Element* k_head;
   const Element* v_head;
   int64_t k_stride, v_stride;
+
+  __device__ __forceinline__ const Element* k(int32_t key) const { return k_head + key * k_stride; }
+  __device__ __forceinline__ const Element* v(int32_t key) const { return v_head + key * v_stride; }
+};
+
+// One row by one warp: the keys of a step of 32 are spread over the lanes, then the columns of O.
+template <class Element, class Score, class KeyRows = StridedRows<Element>>
+struct SlowRow {
+  const Element* q_row;
+  KeyRows rows;
   int32_t head_dim, head_dim_v;
   float scale_log2;
   CapParams cap;  // Score::kSoftcap
@@ -65,12 +74,13 @@ struct SlowRow {
 
   // The exponent of q.k for one key.
   __device__ __forceinline__ float exponent(int32_t key) const {
+    const Element* k_row = rows.k(key);
     float s = 0.0f;
 #pragma unroll 1
     for (int32_t column = 0; column < head_dim; column += 8) {
       float a[8], b[8];
       load8(q_row + column, a);
-      load8(k_head + key * k_stride + column, b);
+      load8(k_row + column, b);
 #pragma unroll
       for (int i = 0; i < 8; ++i) s = fmaf(a[i], b[i], s);
     }
@@ -115,7 +125,7 @@ struct SlowRow {
         const float weight = __shfl_sync(~0u, p, source);
         if (!owns_columns()) continue;
         float v[8];
-        load8(v_head + (first + source) * v_stride + lane() * 8, v);
+        load8(rows.v(first + source) + lane() * 8, v);
 #pragma unroll
         for (int i = 0; i < 8; ++i) o[i] = fmaf(weight, v[i], o[i]);
       }

@@ -36,6 +36,10 @@ using ListConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
 using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 
+// Keys on pages: whoever loads needs more registers.
+template <class Element>
+using PageConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 56, 224>;
+
 // With a soft cap, and lists with ALiBi: kernels that need more registers.
 template <class Element>
 using CapConfig64 = ListConfig64<Element>;

@@ -66,7 +66,7 @@ struct Consumer {
   }
 
   // The same of the tensor.
-  __device__ __forceinline__ int32_t first_row() const { return work().entry.row_block * Config::kBlockQ + warp_row(); }
+  __device__ __forceinline__ int32_t first_row() const { return work().first_row() + warp_row(); }
 
   // A value that is the same in all lanes, made known as such. PERF: what decides loops and ring positions must be, or
   // descriptors leave the uniform registers and every wgmma waits for two moves (d128 dense: -12 %).
@@ -184,7 +184,7 @@ struct Consumer {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       // Rows past the tensor's end take its last row's interval: safe to ask for, and never stored.
-      const int32_t row = min_of(first_row() + lane() / 4 + 8 * slot, params.len_q - 1);
+      const int32_t row = min_of(first_row() + lane() / 4 + 8 * slot, tile.end_row(params) - 1);
       rows.keys[slot] = Mask::row(params.mask, tile.entry.block, row);
       if constexpr (Score::kAlibi) rows.position[slot] = Mask::position(params.mask, tile.entry.block, row);
     }
@@ -217,6 +217,8 @@ struct Consumer {
 
   // Masks S where this warp's rows need it: in a partial block of the tile most warps see all keys or none.
   __device__ __forceinline__ void mask_scores(Scores& x, const KeyBlock& block, const Rows& rows) {
+    if constexpr (kScattered<Mask>)
+      return attn::apply_groups(x.s, rows.keys, shared.key_groups.of(block.detail), thread());
     const int32_t first_key = block.first_key;
     const int32_t end_key = first_key + Config::kBlockKv;
     const mask::Interval keys[2] = {mask::main_run(rows.keys[0]), mask::main_run(rows.keys[1])};
@@ -327,7 +329,9 @@ struct Consumer {
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
     const auto origin = [&] { return Mask::origin(params.mask, work().entry.block); };
     const int32_t copied_origin = kCopied ? origin() : 0;
+    [[maybe_unused]] const uint32_t step_0 = key_blocks - step;
     const auto block_of = [&](int32_t step) {
+      if constexpr (kScattered<Mask>) return KeyBlock{0, static_cast<int32_t>(step_0 + step)};
       return KeyBlock{(kCopied ? copied_origin : origin()) + tiles.visit(step) * Config::kBlockKv, 0};
     };
 
@@ -340,6 +344,9 @@ struct Consumer {
     if constexpr (!Score::kPlain) modify_scores(x, block, rows);
     if (step < partial) mask_scores(x, block, rows);
     first_block(x, y);
+    if constexpr (kPaged<Mask>) {
+      if (step < partial) clear_unused(block);
+    }
     ++step;
 #pragma unroll 1
     for (; step < partial; ++step) next_block<true>(x, y, block_of(step), rows);
@@ -354,13 +361,53 @@ struct Consumer {
   __device__ __forceinline__ float& lse_of(int32_t row) const {
     const TileWork<Mask, Config>& tile = work();
     return params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head +
-                      tile.residue * params.lse_stride_residue + row * params.lse_stride_seq];
+                      tile.residue * params.lse_stride_residue + (tile.sequence_row() + row) * params.lse_stride_seq];
   }
 
   // The sink of the tile's head in the exponent's units; -inf: none.
   __device__ __forceinline__ float sink() const {
     constexpr float kLog2E = 1.44269504088896341f;
     return params.sinks == nullptr ? attn::kNegativeInfinity : params.sinks[work().head] * kLog2E;
+  }
+
+  // Rows of V that are none, in the page where the length ends: zeros, because whatever lies there times P = 0 may be NaN.
+  // Of the blocks that a warpgroup attends to they are in the first. Pages behind the length came as zeros.
+  // SYNC: for this warpgroup alone; another one may write the same zeros.
+  __device__ __forceinline__ void clear_unused(const KeyBlock& block) {
+    using VTile = typename S::VTile;
+    constexpr int32_t kChunks = Config::kHeadDim / 8;
+    int32_t first_key = block.first_key;
+    const auto& place = work().entry.block;
+    if constexpr (kScattered<Mask>) {
+      first_key = shared.key_groups.of(block.detail)[Mask::first_row(params.mask, place) / 8];
+    }
+    const mask::Interval rows = Mask::unused_rows(params.mask, place, first_key);
+    if (rows.begin >= min_of(rows.end, Config::kBlockKv)) return;
+    const uint32_t stage = S::KvRing::stage(key_blocks - 1);
+    shared.full_v[stage].wait(S::KvRing::full_parity(key_blocks - 1));
+#pragma unroll 1
+    for (int32_t i = rows.begin * kChunks + thread(); i < rows.end * kChunks; i += sm90::kWarpgroupThreads) {
+      *reinterpret_cast<uint4*>(shared.v[stage] + VTile::chunk_offset(i / kChunks, i % kChunks)) = uint4{0, 0, 0, 0};
+    }
+    sm90::fence_async_proxy();
+    sm90::bar_sync(1 + warpgroup, sm90::kWarpgroupThreads);
+  }
+
+  // Of the warp's staged rows those that the tile has, one by one: the box would reach into the next sequence.
+  __device__ __forceinline__ void store_few(int32_t first_column) {
+    using OTile = typename S::OTile;
+    constexpr int32_t kChunks = Config::kOColumns / 8;
+    const TileWork<Mask, Config>& tile = work();
+    const int32_t first_row = this->first_row();
+    const int32_t rows = tile.end_row(params) - first_row;
+#pragma unroll 1
+    for (int32_t i = lane(); i < rows * kChunks; i += 32) {
+      const int32_t row = i / kChunks, column = first_column + i % kChunks * 8;
+      if (column >= params.head_dim_v) continue;
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tile.sequence_row() + first_row + row);
+      *reinterpret_cast<uint4*>(out_row + column) =
+          *reinterpret_cast<const uint4*>(shared.o + OTile::chunk_offset(warp_row() + row, i % kChunks));
+    }
   }
 
   // O by way of shared memory, normalised and rounded, 16 rows a warp; lse straight to memory.
@@ -381,23 +428,41 @@ struct Consumer {
       attn::stage_rows<Element, OTile, kPass>(y.o, pass * kPass, staging, warp_row());
       sm90::fence_async_proxy();
       __syncwarp();
-      if (lane() == 0 && first_row < params.len_q) {
+      if constexpr (kPaged<Mask>) {
+        if (first_row + sm90::kWarpRows > tile.end_row(params)) {
+          store_few(pass * Config::kOColumns);
+          continue;
+        }
+      }
+      if (lane() == 0 && first_row < tile.end_row(params)) {
         sm90::store_rows<OTile, kMapRank<Mask>>(params.out, shared.o + warp_row() * sm90::kSwizzleRowBytes,
-                                                pass * Config::kOColumns, first_row, tile.queries());
+                                                pass * Config::kOColumns, tile.sequence_row() + first_row,
+                                                tile.queries());
       }
     }
     if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int32_t row = first_row + lane() / 4 + 8 * slot;
-        if (row < params.len_q) lse_of(row) = lse[slot];
+        if (row < tile.end_row(params)) lse_of(row) = lse[slot];
       }
     }
   }
 
+  // Where K and V of the tile's keys lie.
+  __device__ __forceinline__ auto key_rows(const TileWork<Mask, Config>& tile) const {
+    if constexpr (kPaged<Mask>) {
+      return Mask::template key_rows<Element>(params.mask, tile.entry.block, tile.kv_head);
+    } else {
+      return attn::StridedRows<Element>{attn::row_of<Element>(params.k_rows, tile.keys(), 0),
+                                        attn::row_of<Element>(params.v_rows, tile.keys(), 0), params.k_rows.stride_seq,
+                                        params.v_rows.stride_seq};
+    }
+  }
+
   // All keys that a row may see, run by run.
-  __device__ __forceinline__ void attend_slowly(attn::SlowRow<Element, Score>& slow, const TileWork<Mask, Config>& tile,
-                                                int32_t row) {
+  template <class SlowRow>
+  __device__ __forceinline__ void attend_slowly(SlowRow& slow, const TileWork<Mask, Config>& tile, int32_t row) {
     const typename Mask::Row keys = Mask::row(params.mask, tile.entry.block, row);
     const mask::Interval runs[2] = {mask::main_run(keys), mask::first_run(keys)};
     if constexpr (Mask::kListed) {
@@ -415,6 +480,13 @@ struct Consumer {
                       bits, first_key);
         }
       }
+    } else if constexpr (kScattered<Mask>) {
+      Mask::visit_pages(params.mask, tile.entry.block, [&](mask::Interval page) {
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+          slow.attend({max_of(runs[run].begin, page.begin), min_of(runs[run].end, page.end)});
+        }
+      });
     } else {
 #pragma unroll
       for (int run = 0; run < 2; ++run) slow.attend(runs[run]);
@@ -425,26 +497,25 @@ struct Consumer {
   __device__ __forceinline__ void store_slowly() {
     const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
-    const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
+    const int32_t end_row = min_of(first_row + sm90::kWarpRows, tile.end_row(params));
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      attn::SlowRow<Element, Score> slow = {attn::row_of<Element>(params.q_rows, tile.queries(), row),
-                                            attn::row_of<Element>(params.k_rows, tile.keys(), 0),
-                                            attn::row_of<Element>(params.v_rows, tile.keys(), 0),
-                                            params.k_rows.stride_seq,
-                                            params.v_rows.stride_seq,
-                                            params.head_dim,
-                                            params.head_dim_v,
-                                            params.scale_log2,
-                                            params.cap,
-                                            0.0f,
-                                            0};
+      const int32_t tensor_row = tile.sequence_row() + row;
+      attn::SlowRow<Element, Score, decltype(key_rows(tile))> slow = {
+          attn::row_of<Element>(params.q_rows, tile.queries(), tensor_row),
+          key_rows(tile),
+          params.head_dim,
+          params.head_dim_v,
+          params.scale_log2,
+          params.cap,
+          0.0f,
+          0};
       if constexpr (Score::kAlibi) {
         slow.alibi_slope = alibi_slope(tile);
         slow.position = Mask::position(params.mask, tile.entry.block, row);
       }
       attend_slowly(slow, tile, row);
-      const float lse = slow.store(attn::row_of<Element>(params.out_rows, tile.queries(), row), sink());
+      const float lse = slow.store(attn::row_of<Element>(params.out_rows, tile.queries(), tensor_row), sink());
       if (params.lse != nullptr && lane() == 0) lse_of(row) = lse;
     }
   }
@@ -453,13 +524,15 @@ struct Consumer {
   __device__ __forceinline__ void store_empty() {
     const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
-    const int32_t end_row = min_of(first_row + sm90::kWarpRows, params.len_q);
+    const int32_t end_row = min_of(first_row + sm90::kWarpRows, tile.end_row(params));
+    bool has_sink = params.sinks != nullptr;
+    if constexpr (kPaged<Mask>) has_sink = has_sink && tile.entry.block.owned;
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), row);
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tile.sequence_row() + row);
       if (lane() * 8 < params.head_dim_v) *reinterpret_cast<uint4*>(out_row + lane() * 8) = uint4{0, 0, 0, 0};
       if (params.lse != nullptr && lane() == 0)
-        lse_of(row) = params.sinks == nullptr ? attn::kNegativeInfinity : params.sinks[tile.head];
+        lse_of(row) = has_sink ? params.sinks[tile.head] : attn::kNegativeInfinity;
     }
   }
 

@@ -15,6 +15,17 @@
 
 namespace flashmsa::fwd {
 
+// Keys on pages (prefill/paged.h): tiles have rows of one sequence each, and bring them along.
+template <class Mask>
+inline constexpr bool kPaged = requires { requires Mask::kPaged; };
+// A tile's keys lie in groups of 8 that do not follow each other.
+template <class Mask>
+inline constexpr bool kScattered = requires { requires Mask::kScattered; };
+// Warps that load K and V.
+// PERF: a warp issues one box in 60 to 67 cycles, and pages are many boxes.
+template <class Mask>
+inline constexpr int kLoaders = kPaged<Mask> ? 3 : 1;
+
 template <class Mask>
 struct KernelParams {
   sm90::TensorMap q, k, v, out;
@@ -72,15 +83,52 @@ struct alignas(16) TileWork {
     }
   }
 
+  // Rows count in their sequence: the first, one past the last, and the row of Q that is the sequence's first.
+  __device__ int32_t first_row() const {
+    if constexpr (kPaged<Mask>) {
+      return entry.block.first_row;
+    } else {
+      return entry.row_block * Config::kBlockQ;
+    }
+  }
+  __device__ int32_t end_row(const KernelParams<Mask>& params) const {
+    if constexpr (kPaged<Mask>) {
+      return entry.block.end_row;
+    } else {
+      return params.len_q;
+    }
+  }
+  __device__ int32_t sequence_row() const {
+    if constexpr (kPaged<Mask>) {
+      return entry.block.sequence_row;
+    } else {
+      return 0;
+    }
+  }
+
   __device__ sm90::Sequence queries() const { return {head, batch, residue}; }
   __device__ sm90::Sequence keys() const { return {kv_head, batch, residue}; }
 };
 
-// Where a key block's keys begin, and what of a listed cell may be seen.
+// Where a key block's keys begin, and what of a listed cell may be seen; of scattered keys, the block's number in the ring.
 struct KeyBlock {
   int32_t first_key;
   int32_t detail;
 };
+
+// The first keys of the groups of 8 that make a tile of scattered keys. The consumers read them after they have given K back.
+// SYNC: so there is room for twice the stages: a block's place is written again when all have given back the K that came
+// kStages later, hence are done with the block.
+template <bool kScattered, class Config>
+struct KeyGroups {
+  static constexpr int kSlots = 2 * Config::kStages;
+  static constexpr int kGroups = Config::kBlockKv / 8;
+  int32_t first_key[kSlots][kGroups];
+
+  __device__ int32_t* of(uint32_t block) { return first_key[block % kSlots]; }
+};
+template <class Config>
+struct KeyGroups<false, Config> {};
 
 // Whether the consumers have to know a full block's place, or cannot tell a block's place from its step.
 template <class Mask, class Score>
@@ -97,7 +145,8 @@ inline constexpr int kWorkSlots = 4;
 template <class Mask, class Config>
 struct Shared {
   using QTile = sm90::SwizzledTile<Config::kBlockQ, Config::kHeadDim>;
-  using KTile = sm90::SwizzledTile<Config::kBlockKv, Config::kHeadDim>;
+  using KTile = std::conditional_t<kPaged<Mask>, sm90::RowMajorTile<Config::kBlockKv, Config::kHeadDim>,
+                                   sm90::SwizzledTile<Config::kBlockKv, Config::kHeadDim>>;
   using VTile = KTile;
   using OTile = sm90::SwizzledTile<Config::kBlockQ, Config::kOColumns>;  // a warp stages its own 16 rows
 
@@ -119,10 +168,11 @@ struct Shared {
   sm90::Barrier empty_v[Config::kStages];  // consumer warps                    producer
   sm90::Barrier full_work[kWorkSlots];    // scheduler (1)                     producer, consumers
   sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  scheduler
-  sm90::Barrier begun[kWorkSlots];        // producer (1)                      scheduler
+  sm90::Barrier begun[kWorkSlots];        // loading warps                     scheduler
 
   TileWork<Mask, Config> work[kWorkSlots];
   KeyBlock key_block[Config::kStages];  // of the K stages; where the consumers need it
+  [[no_unique_address]] KeyGroups<kScattered<Mask>, Config> key_groups;
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
@@ -139,7 +189,7 @@ struct Shared {
     for (int s = 0; s < kWorkSlots; ++s) {
       full_work[s].init(1);
       empty_work[s].init(kConsumerWarps * 32);
-      begun[s].init(1);
+      begun[s].init(kLoaders<Mask>);
     }
     sm90::fence_barrier_init();
   }

@@ -218,21 +218,6 @@ struct Composite {
     return any;
   }
 
- private:
-  // The tiles of a block's rows from `first` to `last`.
-  static FLASHMSA_HD Tiles between(const Params& params, const Block& block, const TwoRuns& first, const TwoRuns& last,
-                                   int32_t tile_size) {
-    if (params.two_runs) return key_tiles(first, last, tile_size);
-    return {key_tiles(from_origin(first.main, block.origin), from_origin(last.main, block.origin), tile_size), 0, 0};
-  }
-
-  // i + offset inside `keys`. The sum may not fit.
-  static FLASHMSA_HD int32_t at(int32_t i, int32_t offset, Interval keys) {
-    const uint32_t sum = static_cast<uint32_t>(i) + static_cast<uint32_t>(offset);
-    const uint32_t capped = offset < 0 ? sum : min_of(sum, static_cast<uint32_t>(kUnbounded));
-    return clamp(static_cast<int32_t>(capped), keys.begin, keys.end);
-  }
-
   // What is left of `row` inside the bounds. At most one of the two has a first run, and it begins at or before the main
   // one: outer bounds are among the left ones.
   // NOTE: an empty row lies where its window begins, so that both ends still grow with the row.
@@ -255,6 +240,21 @@ struct Composite {
     }
     result.first.end = max_of(result.first.begin, result.first.end);
     return result;
+  }
+
+ private:
+  // The tiles of a block's rows from `first` to `last`.
+  static FLASHMSA_HD Tiles between(const Params& params, const Block& block, const TwoRuns& first, const TwoRuns& last,
+                                   int32_t tile_size) {
+    if (params.two_runs) return key_tiles(first, last, tile_size);
+    return {key_tiles(from_origin(first.main, block.origin), from_origin(last.main, block.origin), tile_size), 0, 0};
+  }
+
+  // i + offset inside `keys`. The sum may not fit.
+  static FLASHMSA_HD int32_t at(int32_t i, int32_t offset, Interval keys) {
+    const uint32_t sum = static_cast<uint32_t>(i) + static_cast<uint32_t>(offset);
+    const uint32_t capped = offset < 0 ? sum : min_of(sum, static_cast<uint32_t>(kUnbounded));
+    return clamp(static_cast<int32_t>(capped), keys.begin, keys.end);
   }
 
   static FLASHMSA_HD Place place(const Params& params, int32_t batch, int32_t document) {

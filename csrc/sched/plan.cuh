@@ -28,52 +28,38 @@ static __global__ void reset_counter_kernel(int32_t* tile_counter) {
   *tile_counter = 0;
 }
 
+// What a sort keeps in shared memory.
+struct PlanSort {
+  int32_t bucket_start[kPlanBuckets];
+  int32_t warp_sums[kPlanThreads / 32];
+};
+
 // Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. A thread keeps its first entry
-// where it has the registers, and makes the others again rather than store them. Which of two equal blocks comes first is left to the atomics: no
-// result depends on it.
-// PERF: the attention kernel waits for this one, so latency counts: the mask's offsets are read from memory once, together.
-template <class Mask>
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_kernel(const PlanParams<Mask> p, int32_t* tile_counter, PlanEntry<Mask>* plan) {
+// where it has the registers, and makes the others again rather than store them. Which of two equal blocks comes first is
+// left to the atomics: no result depends on it. `make` gives entry i, `again` does for whoever did not keep it, `finish` adds
+// to it where it lies.
+// SYNC: sort.bucket_start is zero, and a block barrier has said so.
+template <class Entry, class Make, class Again, class Finish>
+__device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, int32_t max_tiles, Entry* plan,
+                                             const Make& make, const Again& again, const Finish& finish) {
   static_assert(kPlanBuckets == kPlanThreads, "one thread scans one bucket");
-  __shared__ int32_t bucket_start[kPlanBuckets];
-  __shared__ int32_t warp_sums[kPlanThreads / 32];
-  __shared__ int32_t staged[kPlanStaged];
+  int32_t (&bucket_start)[kPlanBuckets] = sort.bucket_start;
+  int32_t (&warp_sums)[kPlanThreads / 32] = sort.warp_sums;
   const int32_t thread = threadIdx.x;
-  // A listed mask's CTA plans one slice, any other the one plan that there is.
-  const int32_t slice = Mask::kListed ? blockIdx.x : 0;
-  const int32_t entries = Mask::kListed ? p.row_blocks : p.batches * p.row_blocks;
-  plan += int64_t{slice} * p.row_blocks;
-  const int32_t shift = bucket_shift(p.max_tiles);
-  const auto bucket_of = [&](const PlanEntry<Mask>& entry) {
+  const int32_t shift = bucket_shift(max_tiles);
+  const auto bucket_of = [&](const Entry& entry) {
     // NOTE: a list may hold anything, also more tiles than there are.
     return kPlanBuckets - 1 - min_of(entry.tiles.count() >> shift, kPlanBuckets - 1);
   };
 
-  // The attention kernel may start while this one runs: it waits for the plan where it first needs it.
-  cudaTriggerProgrammaticLaunchCompletion();
-  typename Mask::Params mask = p.mask;
-  if (Mask::staged_size(mask, p.batches) <= kPlanStaged) {
-    mask = Mask::stage(mask, p.batches, staged, thread, kPlanThreads);
-  }
-  if (thread == 0 && slice == 0) *tile_counter = 0;
-  bucket_start[thread] = 0;
-  __syncthreads();
-  const auto make_entry = [&](int32_t index) {
-    const int32_t batch = Mask::kListed ? slice / p.heads : index / p.row_blocks;
-    return plan_row_block<Mask>(mask, batch, slice % p.heads, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
-  };
-
   // 1. Histogram.
-  constexpr bool kKeepsFirst = sizeof(PlanEntry<Mask>) <= 64;
-  PlanEntry<Mask> first = {};
-  if (thread < entries) {
-    const PlanEntry<Mask> entry = make_entry(thread);
+  constexpr bool kKeepsFirst = sizeof(Entry) <= 64;
+  Entry first = {};
+#pragma unroll 1
+  for (int32_t i = thread; i < entries; i += kPlanThreads) {
+    const Entry entry = make(i);
     atomicAdd(&bucket_start[bucket_of(entry)], 1);
-    if constexpr (kKeepsFirst) first = entry;
-  }
-  for (int32_t i = thread + kPlanThreads; i < entries; i += kPlanThreads) {
-    atomicAdd(&bucket_start[bucket_of(make_entry(i))], 1);
+    if (kKeepsFirst && i == thread) first = entry;
   }
   __syncthreads();
 
@@ -95,13 +81,42 @@ __global__ void __launch_bounds__(kPlanThreads)
 
   // 3. Scatter.
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
-    const PlanEntry<Mask> entry = kKeepsFirst && i == thread ? first : make_entry(i);
+    const Entry entry = kKeepsFirst && i == thread ? first : again(i);
     const int32_t slot = atomicAdd(&bucket_start[bucket_of(entry)], 1);
     // Only offsets that another stream changes between the two passes could lead past the plan's end.
     if (slot >= entries) continue;
     plan[slot] = entry;
-    plan_spans(mask, plan[slot], p.block_q, p.block_kv, p.len_q);
+    finish(plan[slot]);
   }
+}
+
+// PERF: the attention kernel waits for this one, so latency counts: the mask's offsets are read from memory once, together.
+template <class Mask>
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_kernel(const PlanParams<Mask> p, int32_t* tile_counter, PlanEntry<Mask>* plan) {
+  __shared__ PlanSort sort;
+  __shared__ int32_t staged[kPlanStaged];
+  const int32_t thread = threadIdx.x;
+  // A listed mask's CTA plans one slice, any other the one plan that there is.
+  const int32_t slice = Mask::kListed ? blockIdx.x : 0;
+  const int32_t entries = Mask::kListed ? p.row_blocks : p.batches * p.row_blocks;
+  plan += int64_t{slice} * p.row_blocks;
+
+  // The attention kernel may start while this one runs: it waits for the plan where it first needs it.
+  cudaTriggerProgrammaticLaunchCompletion();
+  typename Mask::Params mask = p.mask;
+  if (Mask::staged_size(mask, p.batches) <= kPlanStaged) {
+    mask = Mask::stage(mask, p.batches, staged, thread, kPlanThreads);
+  }
+  if (thread == 0 && slice == 0) *tile_counter = 0;
+  sort.bucket_start[thread] = 0;
+  __syncthreads();
+  const auto make_entry = [&](int32_t index) {
+    const int32_t batch = Mask::kListed ? slice / p.heads : index / p.row_blocks;
+    return plan_row_block<Mask>(mask, batch, slice % p.heads, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
+  };
+  sort_entries(sort, entries, p.max_tiles, plan, make_entry, make_entry,
+               [&](PlanEntry<Mask>& entry) { plan_spans(mask, entry, p.block_q, p.block_kv, p.len_q); });
 }
 
 }  // namespace flashmsa::sched

@@ -20,7 +20,8 @@ struct SwizzledTile {
   static constexpr int kRows = kRowsValue;
   static constexpr int kColumns = kColumnsValue;
   static constexpr int kGroups = kColumns / kSwizzleColumns;
-  static constexpr uint32_t kGroupBytes = kRows * kSwizzleRowBytes;
+  static constexpr uint32_t kGroupBytes = kRows * kSwizzleRowBytes;  // from 64 columns to the next
+  static constexpr uint32_t kAtomBytes = kSwizzleAtomBytes;  // from 8 rows to the next
   static constexpr uint32_t kBytes = kGroups * kGroupBytes;
   static_assert(kColumns % kSwizzleColumns == 0 && kRows % 8 == 0);
 
@@ -30,6 +31,28 @@ struct SwizzledTile {
   }
 
   // Byte offset of one element.
+  static FLASHMSA_HD constexpr uint32_t offset(uint32_t row, uint32_t column) {
+    return chunk_offset(row, column / 8) + (column % 8) * 2;
+  }
+};
+
+// The same rows and columns as [kRows / 8][kColumns / 64][8][64]: 8 rows are one run of bytes, so that any number of them,
+// all columns of each, come by one box.
+template <int kRowsValue, int kColumnsValue>
+struct RowMajorTile {
+  static constexpr int kRows = kRowsValue;
+  static constexpr int kColumns = kColumnsValue;
+  static constexpr int kGroups = kColumns / kSwizzleColumns;
+  static constexpr uint32_t kGroupBytes = kSwizzleAtomBytes;
+  static constexpr uint32_t kAtomBytes = kGroups * kSwizzleAtomBytes;
+  static constexpr uint32_t kBytes = kRows / 8 * kAtomBytes;
+  static_assert(kColumns % kSwizzleColumns == 0 && kRows % 8 == 0);
+
+  static FLASHMSA_HD constexpr uint32_t chunk_offset(uint32_t row, uint32_t chunk) {
+    return row / 8 * kAtomBytes + chunk / 8 * kGroupBytes + row % 8 * kSwizzleRowBytes +
+           swizzled_chunk(row, chunk % 8) * 16;
+  }
+
   static FLASHMSA_HD constexpr uint32_t offset(uint32_t row, uint32_t column) {
     return chunk_offset(row, column / 8) + (column % 8) * 2;
   }

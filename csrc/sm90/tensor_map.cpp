@@ -6,8 +6,10 @@
 #include <stdexcept>
 
 namespace flashmsa::sm90 {
+namespace {
 
-decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+// The driver's encoder, looked up once: the library links against no driver and loads where none is installed.
+decltype(&cuTensorMapEncodeTiled) encoder() {
   static const auto function = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -23,6 +25,35 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return function;
 }
 
+}  // namespace
+
+CUtensorMap encode_map(void* data, const MapFormat& format, const MapDimension* dimensions, int rank,
+                       const char* name) {
+  cuuint64_t dims[kMaxRank], strides[kMaxRank];
+  cuuint32_t box[kMaxRank], element_strides[kMaxRank];
+  for (int d = 0; d < rank; ++d) {
+    // NOTE: an extent of 0 is illegal in a map; such a tensor is never loaded, so 1 does no harm. A dimension of one element
+    // has no stride worth the name; any legal one serves.
+    dims[d] = static_cast<cuuint64_t>(max_of<int64_t>(dimensions[d].extent, 1));
+    strides[d] = static_cast<cuuint64_t>(dims[d] == 1 ? 16 : dimensions[d].stride_bytes);
+    box[d] = static_cast<cuuint32_t>(dimensions[d].box);
+    element_strides[d] = 1;
+  }
+  CUtensorMap map;
+  const CUresult status =
+      encoder()(&map, format.type, rank, data, dims, strides + 1, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                format.swizzle, format.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status == CUDA_SUCCESS) return map;
+  std::ostringstream text;
+  text << "flashmsa: cuTensorMapEncodeTiled refused the map of " << name << " (CUresult " << status << "): address "
+       << data << ", type " << format.type << ", swizzle " << format.swizzle << ", dims, byte strides, box:";
+  for (int d = 0; d < rank; ++d) {
+    text << ' ' << dims[d] << '/' << (d == 0 ? dimensions[0].stride_bytes : static_cast<int64_t>(strides[d])) << '/'
+         << box[d];
+  }
+  throw std::runtime_error(text.str());
+}
+
 TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows, const char* name,
                           int rank) {
   constexpr int64_t kElementBytes = 2;
@@ -30,41 +61,17 @@ TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dt
   result.head_step = tensor.stride_head != 0;
   result.batch_step = tensor.stride_batch != 0;
 
-  // NOTE: an extent of 0 is illegal in a map; such a tensor is never loaded, so 1 does no harm. A dimension of one element
-  // has no stride worth the name; any legal one serves.
-  cuuint64_t dims[kStridedRank], strides[kStridedRank];
-  cuuint32_t box[kStridedRank], element_strides[kStridedRank];
+  MapDimension dimensions[kMaxRank];
   int count = 0;
-  const auto add = [&](int32_t n, int64_t stride, int32_t box_size) {
-    dims[count] = static_cast<cuuint64_t>(max_of(n, 1));
-    strides[count] = static_cast<cuuint64_t>(dims[count] == 1 ? 16 : stride * kElementBytes);
-    box[count] = static_cast<cuuint32_t>(box_size);
-    element_strides[count] = 1;
-    ++count;
+  const auto add = [&](int32_t n, int64_t stride, int32_t box) {
+    dimensions[count++] = {n, stride * kElementBytes, box};
   };
   add(extent.head_dim, 1, kSwizzleColumns);
   add(extent.length, tensor.stride_seq, box_rows);
   if (rank == kStridedRank) add(extent.residues, tensor.stride_residue, 1);
   add(result.head_step ? extent.heads : 1, tensor.stride_head, 1);
   add(result.batch_step ? extent.batch : 1, tensor.stride_batch, 1);
-  const CUtensorMapDataType type =
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-
-  const CUresult status = tensor_map_encoder()(&result.map, type, count, tensor.data, dims, strides + 1, box, element_strides,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    std::ostringstream text;
-    text << "flashmsa: cuTensorMapEncodeTiled refused the map of " << name << " (CUresult " << status << "): address "
-         << tensor.data << ", type " << (dtype == DType::kF16 ? "fp16" : "bf16")
-         << (rank == kStridedRank ? ", (head_dim, length, residues, heads, batch)"
-                                  : ", (head_dim, length, heads, batch)")
-         << " dims, byte strides, box:";
-    for (int d = 0; d < count; ++d)
-      text << ' ' << dims[d] << '/' << (d == 0 ? kElementBytes : strides[d]) << '/' << box[d];
-    text << ", swizzle 128 B";
-    throw std::runtime_error(text.str());
-  }
+  result.map = encode_map(tensor.data, {element_type(dtype)}, dimensions, count, name);
   return result;
 }
 

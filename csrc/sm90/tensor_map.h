@@ -10,8 +10,29 @@
 
 namespace flashmsa::sm90 {
 
-// The driver's encoder, looked up once: the library links against no driver and loads where none is installed.
-decltype(&cuTensorMapEncodeTiled) tensor_map_encoder();
+inline constexpr int kMaxRank = 5;
+
+// One dimension of a map, the innermost first; its stride is that of the elements.
+struct MapDimension {
+  int64_t extent;
+  int64_t stride_bytes;
+  int32_t box;
+};
+
+struct MapFormat {
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  // PERF: what computes much wants whole 256-byte lines; what only streams loses 6 to 8 % by them.
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+};
+
+constexpr CUtensorMapDataType element_type(DType dtype) {
+  return dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// A map of any kind; what lies outside reads as zero and is not written. Throws std::runtime_error that prints every field
+// when the driver refuses.
+CUtensorMap encode_map(void* data, const MapFormat& format, const MapDimension* dimensions, int rank, const char* name);
 
 // A (batch, heads, length, head_dim) tensor of 2-byte elements seen by TMA: the map and what turns a head or batch index
 // into a coordinate (0 where the tensor is expanded, because a map's stride may not be 0).
@@ -31,7 +52,7 @@ struct TensorExtent {
 };
 
 // A box is kBoxRows rows of one head by 64 columns, swizzled by 128 bytes. Rows past the length and columns past head_dim
-// read as zero and are not written. `rank` is one of the two above. Throws std::runtime_error that prints every field when the driver refuses.
+// read as zero and are not written. `rank` is one of the two above. Throws as encode_map does.
 TensorMap make_tensor_map(const TensorRef& tensor, TensorExtent extent, DType dtype, int32_t box_rows, const char* name,
                           int rank = kPlainRank);
 

@@ -9,6 +9,22 @@
 
 namespace flashmsa::sm90 {
 
+// One box of any map into shared memory, where `full` counts its bytes; coordinates from the innermost dimension on. One
+// thread calls it.
+template <int kRank>
+__device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, const int32_t (&coordinates)[kRank],
+                                         Barrier& full) {
+  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared, &map, coordinates, &full.word);
+}
+
+// The way back, as a group of its own; see wait_stores.
+template <int kRank>
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const int32_t (&coordinates)[kRank],
+                                          const void* shared) {
+  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, coordinates, shared);
+  ptx::cp_async_bulk_commit_group();
+}
+
 // One sequence of a tensor.
 struct Sequence {
   int32_t head, batch;
@@ -57,8 +73,11 @@ __device__ __forceinline__ void store_rows(const TensorMap& tensor, const void* 
   ptx::cp_async_bulk_commit_group();
 }
 
-// Returns when the calling thread's stores have read their shared memory.
-__device__ __forceinline__ void wait_stores_read() { ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{}); }
+// Returns when the calling thread's stores, but for the last kPending groups, have read their shared memory.
+template <int kPending = 0>
+__device__ __forceinline__ void wait_stores_read() {
+  ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kPending>{});
+}
 
 // Returns when the calling thread's stores are complete.
 __device__ __forceinline__ void wait_stores() { ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{}); }
@@ -67,8 +86,9 @@ __device__ __forceinline__ void wait_stores() { ptx::cp_async_bulk_wait_group(pt
 __device__ __forceinline__ void fence_async_proxy() { ptx::fence_proxy_async(ptx::space_shared); }
 
 // prefetch.tensormap: brings the descriptor into the cache before its first use.
-__device__ __forceinline__ void prefetch_map(const TensorMap& tensor) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor.map) : "memory");
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
+__device__ __forceinline__ void prefetch_map(const TensorMap& tensor) { prefetch_map(tensor.map); }
 
 }  // namespace flashmsa::sm90

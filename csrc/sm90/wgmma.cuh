@@ -26,11 +26,11 @@ __device__ __forceinline__ uint64_t make_descriptor(uint32_t shared_address, uin
 // A descriptor moves through its tile by addition: its low bits are the address over 16.
 __device__ __forceinline__ constexpr uint64_t descriptor_step(uint32_t bytes) { return bytes >> 4; }
 
-// An operand whose contraction runs along the rows' 64-column groups: Q and K in S = Q K^T.
+// An operand whose contraction runs along the rows' 64-column groups: Q and K in S = Q K^T. Tile: of swizzle.h.
 template <class Tile>
 struct KMajor {
   static __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
-    return make_descriptor(shared_address, 16, kSwizzleAtomBytes);
+    return make_descriptor(shared_address, 16, Tile::kAtomBytes);
   }
   // To columns [16 * k, 16 * k + 16).
   static __device__ __forceinline__ constexpr uint64_t step(int k) {
@@ -42,12 +42,10 @@ struct KMajor {
 template <class Tile>
 struct MnMajor {
   static __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
-    return make_descriptor(shared_address, Tile::kGroupBytes, kSwizzleAtomBytes);
+    return make_descriptor(shared_address, Tile::kGroupBytes, Tile::kAtomBytes);
   }
   // To rows [16 * k, 16 * k + 16).
-  static __device__ __forceinline__ constexpr uint64_t step(int k) {
-    return descriptor_step(k * 16 * kSwizzleRowBytes);
-  }
+  static __device__ __forceinline__ constexpr uint64_t step(int k) { return descriptor_step(k * 2 * Tile::kAtomBytes); }
 };
 
 // ---- Ordering -----------------------------------------------------------------------------------------------------------

@@ -60,15 +60,19 @@ struct KeyConsumer : Pairs<Config> {
     this->template issue_pairs<Base::kPreload>(dp, v_descriptor, Base::queries(shared.dout[stage], sub));  // 4
     this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));
 
-    sm90::wgmma_wait<1>();  // 5
+    // 5. NOTE: wide tiles wait for dV too, whose weights' registers become dS.
+    sm90::wgmma_wait<Base::kWide ? 0 : 1>();
     sm90::pin_registers(dp);
+    if constexpr (Base::kWide) sm90::pin_registers(dv);
     this->differentiate(dp, w, ds, kept, stage, sub);
     if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
     this->store_fragment(ds, shared.ds[buffer.stage], sub);
     if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
 
-    sm90::wgmma_wait<0>();  // 6
-    sm90::pin_registers(dv);
+    if constexpr (!Base::kWide) {
+      sm90::wgmma_wait<0>();  // 6
+      sm90::pin_registers(dv);
+    }
   }
 
   __device__ __forceinline__ void run() {

@@ -23,6 +23,7 @@ struct Pairs {
   static constexpr int kSubs = Config::kBlockQ / Config::kSubQ;
   static constexpr int kQuerySteps = Config::kSubQ / 16;
   static constexpr int kColumnSteps = Config::kHeadDim / 16;
+  static constexpr bool kWide = kPairs > 32;
   // dP starts from -Δ. Elsewhere Δ is subtracted behind it: dropout scales dP before.
   static constexpr bool kPreload = Config::kSplit == Split::kByKeys && !Extra::kDropout;
   using PairMma = sm90::Wgmma<Config::kSubQ, Element>;
@@ -123,14 +124,33 @@ struct Pairs {
   }
 
   // The same of a listed cell that is not whole.
+  // NOTE: wide tiles gather the answers in bits first, in a loop; unrolled it takes registers that there are not, which
+  // narrow tiles have.
   __device__ __forceinline__ void hide_in_cell(float (&s)[kPairs], const Step& step, int sub) {
     const int32_t first_query = step.tile * Config::kBlockQ;
-#pragma unroll
-    for (int e = 0; e < kPairs; ++e) {
+    const auto shown = [&](int e) {
       const uint32_t query = static_cast<uint32_t>(first_query + query_of(sub, e)) % mask::kCell;
-      if (!cell_shows(params.list, step.detail, query, static_cast<uint32_t>(key_of(e)) % mask::kCell))
-        s[e] = attn::kNegativeInfinity;
-      asm volatile("" ::: "memory");
+      return cell_shows(params.list, step.detail, query, static_cast<uint32_t>(key_of(e)) % mask::kCell);
+    };
+    if constexpr (kWide) {
+      KeptBits<kPairs> bits;
+#pragma unroll
+      for (int w = 0; w < kPairs / 32; ++w) {
+        uint32_t word = 0;
+#pragma unroll 1
+        for (int e = 0; e < 32; ++e) word |= static_cast<uint32_t>(shown(32 * w + e)) << e;
+        bits.words[w] = word;
+      }
+#pragma unroll
+      for (int e = 0; e < kPairs; ++e) {
+        if (!bits.has(e)) s[e] = attn::kNegativeInfinity;
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < kPairs; ++e) {
+        if (!shown(e)) s[e] = attn::kNegativeInfinity;
+        asm volatile("" ::: "memory");
+      }
     }
   }
 

@@ -58,29 +58,37 @@ struct Attention {
 
   // ---- A part's beginning ---------------------------------------------------------------------------------------------
 
-  // group_row: of the CTA's first row among the kv head's.
-  __device__ __forceinline__ void load_queries(const Sequence& s, int32_t head, int32_t group_row) {
+  // After shared.rows is written.
+  // PERF: every load goes to an address that exists and nothing depends on any of them before the last is asked for: one
+  // round trip to memory. Predicated ones make sixteen.
+  __device__ __forceinline__ void load_queries(const Sequence& s) {
+    const Element* base =
+        static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch + s.first_row * p.q.stride_seq;
     const uint32_t* rows[2];
-    bool valid[2];
+    uint32_t keep[2];
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      const int32_t row = group_row + first_row + lane() / 4 + 8 * slot;
-      const int32_t i = row / p.q_heads_per_kv_head, h = row - i * p.q_heads_per_kv_head;
-      valid[slot] = i < s.queries;
-      const int64_t offset = valid[slot] ? s.batch * p.q.stride_batch +
-                                               (int64_t{head} * p.q_heads_per_kv_head + h) * p.q.stride_head +
-                                               (int64_t{s.first_row} + i) * p.q.stride_seq
-                                         : 0;
-      rows[slot] = reinterpret_cast<const uint32_t*>(static_cast<const Element*>(p.q.data) + offset);
+      const RowPlace& place = shared.rows[first_row + lane() / 4 + 8 * slot];
+      const bool valid = place.query < s.queries;
+      rows[slot] = reinterpret_cast<const uint32_t*>(base + (valid ? place.q_offset : 0));
+      keep[slot] = valid ? p.q_keep : 0;
+    }
+    uint32_t bits[kHeadDim / 16][4];
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int32_t column = min_of(step * 16 + r / 2 * 8, p.head_dim - 8) + lane() % 4 * 2;
+        bits[step][r] = __ldg(rows[r % 2] + column / 2);
+      }
     }
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       uint32_t a[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const int32_t column = step * 16 + lane() % 4 * 2 + r / 2 * 8;
-        const bool inside = valid[r % 2] && column < p.head_dim;
-        a[r] = inside ? (__ldg(rows[r % 2] + column / 2) & p.q_keep) ^ p.q_flip : 0;
+        const bool inside = step * 16 + r / 2 * 8 < p.head_dim;
+        a[r] = inside ? (bits[step][r] & keep[r % 2]) ^ p.q_flip : 0;
       }
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
@@ -93,13 +101,11 @@ struct Attention {
 
   // Brings the queries of a sequence, of all tiles, to the L2; by the threads that attend. PERF: behind the chunks that are
   // in flight they would take microseconds from memory.
-  __device__ __forceinline__ void prefetch_queries(const Sequence& s, int32_t head, int32_t group_row) const {
-    const int32_t row = group_row + static_cast<int32_t>(threadIdx.x) / 2;
-    const int32_t i = row / p.q_heads_per_kv_head, h = row - i * p.q_heads_per_kv_head;
-    if (i >= s.queries) return;
+  __device__ __forceinline__ void prefetch_queries(const Sequence& s) const {
+    const RowPlace& place = shared.rows[threadIdx.x / 2];
+    if (place.query >= s.queries) return;
     const Element* from = static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch +
-                          (int64_t{head} * p.q_heads_per_kv_head + h) * p.q.stride_head +
-                          (int64_t{s.first_row} + i) * p.q.stride_seq;
+                          s.first_row * p.q.stride_seq + place.q_offset;
     for (int32_t column = threadIdx.x % 2 * 64; column < p.head_dim; column += 128) sm90::prefetch_l2(from + column);
   }
 

@@ -17,7 +17,8 @@ const std::vector<KernelEntry>& table() {
 
 bool fits(const PagedParams& p) {
   if (p.heads_kv <= 0 || p.heads_q % p.heads_kv != 0) return false;
-  if (int64_t{p.heads_q} / p.heads_kv * p.len_q > kMaxRows) return false;
+  // Trees no other kernel takes, however many rows they have.
+  if (p.tree_bits == nullptr && int64_t{p.heads_q} / p.heads_kv * p.len_q > kMaxRows) return false;
   if (p.head_dim > 256 || p.head_dim_v > 256 || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return false;
   if (p.query_pages == nullptr) return true;
   return p.query_blocks == 1 && p.len_q <= p.query_block && p.max_pages <= kMaxSelectable;

@@ -18,14 +18,23 @@
 
 namespace flashmsa::decode {
 
+// The places of the CTA's rows, by a thread each.
+template <class Config>
+__device__ __forceinline__ void write_rows(const KernelParams& p, Shared<Config>& shared, int32_t head,
+                                           int32_t group_row, int32_t thread) {
+  if (thread >= kGroupRows) return;
+  const int32_t row = group_row + thread, query = row / p.q_heads_per_kv_head;
+  const int32_t h = head * p.q_heads_per_kv_head + row - query * p.q_heads_per_kv_head;
+  shared.rows[thread] = {h * p.q.stride_head + query * p.q.stride_seq, h * p.out.stride_head + query * p.out.stride_seq,
+                         h * p.lse_stride_head + query * p.lse_stride_seq, query, h};
+}
+
 // The rules of the CTA's rows, by a thread each.
 template <class Config>
-__device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config>& shared, const Sequence& s,
-                                            int32_t head, int32_t group_row) {
+__device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config>& shared, const Sequence& s) {
   const int32_t row = static_cast<int32_t>(threadIdx.x);
   if (row >= kGroupRows) return;
-  const int32_t i = (group_row + row) / p.q_heads_per_kv_head;
-  const int32_t h = head * p.q_heads_per_kv_head + (group_row + row) - i * p.q_heads_per_kv_head;
+  const int32_t i = shared.rows[row].query, h = shared.rows[row].head;
   if (i >= s.queries) {
     // Rows that there are not forbid nothing.
     shared.keys[row] = {0, 0, 0, kUnbounded};
@@ -60,10 +69,11 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
   attention.scores(s, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot])));
   release(slot);
 
-  if (p.softcap) attn::apply_softcap(s, p.cap);
+  if (p.softcap) [[unlikely]]
+    attn::apply_softcap(s, p.cap);
   bool masked = !contains(attention.whole_chunks, number);
   uint2 seen = {0, 0};
-  if (masked || p.alibi_slopes != nullptr) {
+  if (masked || p.alibi_slopes != nullptr) [[unlikely]] {
     const int32_t own = attention.own_key(sequence, number);
     masked = !__all_sync(~0u, contains(attention.whole, own) || threadIdx.x % 32 >= kChunk);
     if (masked || p.alibi_slopes != nullptr) seen = attention.apply_rules(s, sequence, own, masked);
@@ -72,7 +82,7 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
   attention.weigh(s, weights);
 
   shared.full[slot + 1].wait(parity);
-  if (masked && attention.has_nonfinite(shared.slots[slot + 1])) {
+  if (masked && attention.has_nonfinite(shared.slots[slot + 1])) [[unlikely]] {
     attention.add_seen_values(weights, shared.slots[slot + 1], seen);
   } else {
     attention.add_values(weights, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot + 1])));
@@ -91,7 +101,7 @@ __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config
 #pragma unroll 1
     for (int32_t chunk = group; chunk < kWarps; chunk += groups) {
       const int32_t slot = Shared<Config>::k_slot(ring.stage, chunk);
-      if (tile + chunk < walk.end) {
+      if (tile + chunk < walk.end) [[likely]] {
         attend_chunk(p, shared, attention, sequence, tile + chunk, slot, ring.parity);
       } else {
         // SYNC: a slot that goes round empty is given back when it was given, not before.
@@ -126,9 +136,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_
   Attention<Config> attention(p, shared, warp & ((1 << p.row_tiles_log2) - 1));
   RingPlace ring;
 
-  // PERF: in a cluster the sequence is known before its length is.
   const int32_t first = clustered ? static_cast<int32_t>(blockIdx.z) : 0, end = clustered ? first + 1 : p.batch;
-  if (clustered && attends) attention.load_queries({first, 0, p.len_q}, head, group_row);
   if (threadIdx.x == kAttending) {
     sm90::prefetch_pool(p.k_map);
     sm90::prefetch_pool(p.v_map);
@@ -138,6 +146,11 @@ __global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_
     shared.empty[threadIdx.x].init(1 << p.row_tiles_log2);
     sm90::fence_barrier_init();
   }
+  if (!attends) write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - kAttending);
+  // SYNC: barriers are made, rows written.
+  __syncthreads();
+  // PERF: in a cluster the sequence is known before its length is.
+  if (clustered && attends) attention.load_queries({first, 0, p.len_q});
   // SYNC: the selected pages are the kernel before's.
   if (p.selected != nullptr) cudaGridDependencySynchronize();
   merger.clear_outside();
@@ -151,8 +164,11 @@ __global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_
 #pragma unroll 1
   for (int32_t base = first;;) {
     if (!dealt || many) {
+      // SYNC: the table before is done with.
+      if (base > first || dealt) __syncthreads();
       units = write_table(p, shared, base, end, before, [&](const Sequence& s) {
-        if (!dealt && !clustered && (s.units == 0 || p.cu_seqlens_q != nullptr) && s.batch % p.slices == slice) {
+        const bool rows_unseen = s.units == 0 || p.cu_seqlens_q != nullptr;
+        if (rows_unseen && !dealt && !clustered && s.batch % p.slices == slice) [[unlikely]] {
           merger.store_unseen(s);
         }
       });
@@ -190,13 +206,13 @@ __global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_
         // 1. Queries and rules.
         // SYNC: the part before is merged; Q will lie where its O does.
         if constexpr (!Config::kQInRegisters) sync_attending();
-        if (!clustered) attention.load_queries(sequence, head, group_row);
+        if (!clustered) attention.load_queries(sequence);
         if (!asked) sm90::bar_arrive(kQueriesAsked, kThreads);
         asked = true;
         if (walk.at < walk.to && walk.index + 1 < entries) {
-          attention.prefetch_queries(shared.table[walk.index + 1].sequence, head, group_row);
+          attention.prefetch_queries(shared.table[walk.index + 1].sequence);
         }
-        write_rules(p, shared, sequence, head, group_row);
+        write_rules(p, shared, sequence);
         // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace.
         sync_attending();
         attention.begin_part(sequence);

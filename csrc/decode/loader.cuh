@@ -89,7 +89,7 @@ struct Loader {
     const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[index]));
     sm90::Barrier& full = shared.full[index];
     shared.empty[index].wait(parity ^ 1);
-    if (p.by_tma) {
+    if (p.by_tma) [[likely]] {
       // SYNC: the bytes are announced before a piece can arrive.
       if (lane() == 0) full.arrive_expect(inside ? Config::kSlotBytes : 0);
       __syncwarp();

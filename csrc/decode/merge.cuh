@@ -3,6 +3,7 @@
 
 #include "attn/softmax.cuh"
 #include "decode/walk.cuh"
+#include "sm90/atomic.cuh"
 #include "sm90/cluster.cuh"
 #include "sm90/matrix.cuh"
 #include "sm90/registers.cuh"
@@ -14,15 +15,25 @@ struct RowPart {
   float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
   float reference = attn::kNegativeInfinity, sum = 0.0f;
 
-  __device__ __forceinline__ void add(float2 ml, float4 x) {
-    const float top = fmaxf(reference, ml.x);
+  // Several parts together. PERF: their factors do not wait for each other.
+  template <int32_t kCount>
+  __device__ __forceinline__ void add(const float2 (&ml)[kCount], const float4 (&x)[kCount]) {
+    float top = reference;
+#pragma unroll
+    for (int32_t n = 0; n < kCount; ++n) top = fmaxf(top, ml[n].x);
     const float offset = top == attn::kNegativeInfinity ? 0.0f : -top;
-    const float mine = sm90::exp2_approx(reference + offset), theirs = sm90::exp2_approx(ml.x + offset);
-    o.x = fmaf(x.x, theirs, o.x * mine);
-    o.y = fmaf(x.y, theirs, o.y * mine);
-    o.z = fmaf(x.z, theirs, o.z * mine);
-    o.w = fmaf(x.w, theirs, o.w * mine);
-    sum = fmaf(ml.y, theirs, sum * mine);
+    const float mine = sm90::exp2_approx(reference + offset);
+    o = {o.x * mine, o.y * mine, o.z * mine, o.w * mine};
+    sum *= mine;
+#pragma unroll
+    for (int32_t n = 0; n < kCount; ++n) {
+      const float theirs = sm90::exp2_approx(ml[n].x + offset);
+      o.x = fmaf(x[n].x, theirs, o.x);
+      o.y = fmaf(x[n].y, theirs, o.y);
+      o.z = fmaf(x[n].z, theirs, o.z);
+      o.w = fmaf(x[n].w, theirs, o.w);
+      sum = fmaf(ml[n].y, theirs, sum);
+    }
     reference = top;
   }
 };
@@ -39,69 +50,83 @@ struct Merger {
   const int32_t head, group_row;  // kv head; the CTA's first row among its rows
   const int32_t job, jobs;        // head and group of rows, of so many
 
-  // The CTA's rows of a sequence that there are, and what they are made of: four columns each.
+  // The CTA's rows of a sequence that there are.
   __device__ __forceinline__ int32_t rows_of(const Sequence& s) const {
     return clamp(s.queries * p.q_heads_per_kv_head - group_row, 0, kGroupRows);
   }
-  template <class Each>
-  __device__ __forceinline__ void for_each(const Sequence& s, int32_t first, int32_t step, const Each& each) const {
-    const int32_t quads = p.head_dim_v / 4, count = rows_of(s) * quads;
-    for (int32_t item = first; item < count; item += step) {
-      const int32_t row = item / quads;
-      each(row, (item - row * quads) * 4);
-    }
+
+  // What this thread merges: four columns of every step-th row.
+  struct Items {
+    int32_t row, step, column;
+  };
+  // Rows from `turn` * step on.
+  __device__ __forceinline__ Items items(int32_t turn = 0) const {
+    const int32_t quads = p.head_dim_v / 4, thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t step = kAttending / quads, row = thread / quads;
+    // Threads that are left over have no row.
+    return {row < step ? row + turn * step : kGroupRows, step, (thread - row * quads) * 4};
   }
 
   // Over the warps that share a row's tile.
   __device__ __forceinline__ RowPart of_warps(int32_t row, int32_t column) const {
-    RowPart part;
-    const int32_t tiles = 1 << p.row_tiles_log2, in_tile = row % kTileRows;
+    const int32_t in_tile = row % kTileRows;
+    float2 ml[kWarps];
+    float4 o[kWarps];
 #pragma unroll
     for (int32_t n = 0; n < kWarps; ++n) {
-      const int32_t warp = row / kTileRows + n * tiles;
-      if (warp >= kWarps) break;
-      part.add(shared.ml[warp][in_tile], *reinterpret_cast<const float4*>(&shared.o[warp][in_tile][column]));
+      const int32_t warp = row / kTileRows + (n << p.row_tiles_log2);
+      const bool there = warp < kWarps;
+      ml[n] = there ? shared.ml[warp][in_tile] : make_float2(attn::kNegativeInfinity, 0.0f);
+      o[n] = there ? *reinterpret_cast<const float4*>(&shared.o[warp][in_tile][column]) : float4{};
     }
+    RowPart part;
+    part.add(ml, o);
     return part;
   }
 
   // The final result of four columns.
   __device__ __forceinline__ void store(const Sequence& s, int32_t row, int32_t column, RowPart part) const {
     constexpr float kLn2 = 0.693147180559945309f, kLog2E = 1.44269504088896341f;
-    const int32_t i = (group_row + row) / p.q_heads_per_kv_head;
-    const int64_t h = int64_t{head} * p.q_heads_per_kv_head + (group_row + row) - i * p.q_heads_per_kv_head;
-    const int64_t position = int64_t{s.first_row} + i;
-    const float sink = p.sinks == nullptr ? attn::kNegativeInfinity : p.sinks[h] * kLog2E;
+    const RowPlace& place = shared.rows[row];
     const bool empty = part.sum == 0.0f;  // 0, whatever its sink
-    float factor = 1.0f;
-    if (sink != attn::kNegativeInfinity) {
-      const float top = fmaxf(part.reference, sink);
-      factor = sm90::exp2_approx(part.reference - top);
-      part.sum = fmaf(part.sum, factor, sm90::exp2_approx(sink - top));
-      part.reference = top;
+    float factor = 1.0f, sink = attn::kNegativeInfinity;
+    if (p.sinks != nullptr) [[unlikely]] {
+      sink = p.sinks[place.head] * kLog2E;
+      if (sink != attn::kNegativeInfinity) {
+        const float top = fmaxf(part.reference, sink);
+        factor = sm90::exp2_approx(part.reference - top);
+        part.sum = fmaf(part.sum, factor, sm90::exp2_approx(sink - top));
+        part.reference = top;
+      }
     }
-    factor = empty ? 0.0f : factor / part.sum;
+    factor = empty ? 0.0f : factor * sm90::reciprocal_approx(part.sum);
     const uint2 packed = {sm90::pack2<Element>(part.o.x * factor, part.o.y * factor),
                           sm90::pack2<Element>(part.o.z * factor, part.o.w * factor)};
-    Element* out = static_cast<Element*>(p.out.data) + s.batch * p.out.stride_batch + h * p.out.stride_head +
-                   position * p.out.stride_seq + column;
+    Element* out = static_cast<Element*>(p.out.data) + s.batch * p.out.stride_batch + s.first_row * p.out.stride_seq +
+                   place.out_offset + column;
     *reinterpret_cast<uint2*>(out) = packed;
     if (column != 0 || p.lse == nullptr) return;
-    p.lse[s.batch * p.lse_stride_batch + h * p.lse_stride_head + position * p.lse_stride_seq] =
-        (empty ? sink : part.reference + log2f(part.sum)) * kLn2;
+    p.lse[s.batch * p.lse_stride_batch + s.first_row * p.lse_stride_seq + place.lse_offset] =
+        (empty ? sink : part.reference + sm90::log2_approx(part.sum)) * kLn2;
   }
 
   // ---- A part that is its whole sequence, or all of it that there is --------------------------------------------------
 
   __device__ __forceinline__ void store_whole(const Sequence& s) const {
-    for_each(s, threadIdx.x, kAttending,
-             [&](int32_t row, int32_t column) { store(s, row, column, of_warps(row, column)); });
+    const int32_t rows = rows_of(s);
+    const Items mine = items();
+#pragma unroll 2
+    for (int32_t row = mine.row; row < rows; row += mine.step) store(s, row, mine.column, of_warps(row, mine.column));
   }
 
   // The rows of a sequence of which nothing is seen, and packed rows behind those that were promised; by one thread.
   __device__ __forceinline__ void store_unseen(const Sequence& s) const {
     if (s.units == 0) {
-      for_each(s, 0, 1, [&](int32_t row, int32_t column) { store(s, row, column, RowPart()); });
+#pragma unroll 1
+      for (int32_t row = 0; row < rows_of(s); ++row) {
+#pragma unroll 1
+        for (int32_t column = 0; column < p.head_dim_v; column += 4) store(s, row, column, RowPart());
+      }
     }
     if (p.cu_seqlens_q == nullptr || group_row != 0) return;
     const int32_t end = clamp(p.cu_seqlens_q[s.batch + 1], s.first_row, p.total_q);
@@ -121,7 +146,8 @@ struct Merger {
 
   // Packed rows before the first sequence and behind the last: a warp each, over all CTAs.
   __device__ __forceinline__ void clear_outside() const {
-    if (p.cu_seqlens_q == nullptr || threadIdx.x >= kAttending) return;
+    if (p.cu_seqlens_q == nullptr || threadIdx.x >= kAttending) [[likely]]
+      return;
     const int32_t begin = clamp(p.cu_seqlens_q[0], 0, p.total_q);
     const int32_t end = clamp(p.cu_seqlens_q[p.batch], begin, p.total_q);
     const int32_t outside = begin + p.total_q - end;
@@ -136,18 +162,22 @@ struct Merger {
   // ---- Parts of the CTAs of a cluster, through each other's shared memory ---------------------------------------------
 
   __device__ __forceinline__ void merge_cluster(const Sequence& s) const {
-    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) {
-      const RowPart part = of_warps(row, column);
+    const int32_t rows = rows_of(s);
+    const Items mine = items();
+#pragma unroll 2
+    for (int32_t row = mine.row; row < rows; row += mine.step) {
+      const RowPart part = of_warps(row, mine.column);
       // In the place of the first warp's, which nobody else reads.
-      *reinterpret_cast<float4*>(&shared.o[row / kTileRows][row % kTileRows][column]) = part.o;
-      if (column == 0) shared.merged_ml[row] = {part.reference, part.sum};
-    });
+      *reinterpret_cast<float4*>(&shared.o[row / kTileRows][row % kTileRows][mine.column]) = part.o;
+      if (mine.column == 0) shared.merged_ml[row] = {part.reference, part.sum};
+    }
     // SYNC: every CTA's parts are there.
     sm90::cluster_sync();
-    const int32_t first = static_cast<int32_t>(threadIdx.x + kAttending * sm90::cluster_rank());
-    for_each(s, first, kAttending * kClusterSize, [&](int32_t row, int32_t column) {
+    const int32_t turn = static_cast<int32_t>(sm90::cluster_rank());
+#pragma unroll 1
+    for (int32_t row = mine.row + turn * mine.step; row < rows; row += kClusterSize * mine.step) {
       const uint32_t o =
-          static_cast<uint32_t>(__cvta_generic_to_shared(&shared.o[row / kTileRows][row % kTileRows][column]));
+          static_cast<uint32_t>(__cvta_generic_to_shared(&shared.o[row / kTileRows][row % kTileRows][mine.column]));
       const uint32_t ml = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.merged_ml[row]));
       float2 mls[kClusterSize];
       float4 os[kClusterSize];
@@ -157,30 +187,32 @@ struct Merger {
         os[rank] = sm90::load_cluster_float4(sm90::map_shared(o, rank));
       }
       RowPart part;
-#pragma unroll
-      for (uint32_t rank = 0; rank < kClusterSize; ++rank) part.add(mls[rank], os[rank]);
-      store(s, row, column, part);
-    });
+      part.add(mls, os);
+      store(s, row, mine.column, part);
+    }
     // SYNC: no CTA leaves while another reads its shared memory.
-    sm90::cluster_sync();
+    sm90::cluster_sync_relaxed();
   }
 
   // For the warp that has no part in it.
   __device__ __forceinline__ void wait_for_cluster() const {
     __syncwarp();
-    sm90::cluster_sync();
-    sm90::cluster_sync();
+    sm90::cluster_sync_relaxed();
+    sm90::cluster_sync_relaxed();
   }
 
   // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------
 
   __device__ __forceinline__ void store_part(const Sequence& s, int64_t index) const {
-    for_each(s, threadIdx.x, kAttending, [&](int32_t row, int32_t column) {
-      const RowPart part = of_warps(row, column);
+    const int32_t rows = rows_of(s);
+    const Items mine = items();
+#pragma unroll 2
+    for (int32_t row = mine.row; row < rows; row += mine.step) {
+      const RowPart part = of_warps(row, mine.column);
       const int64_t place = index * p.part_rows + row;
-      __stcg(reinterpret_cast<float4*>(p.part_o + place * p.head_dim_v + column), part.o);
-      if (column == 0) __stcg(p.part_ml + place, make_float2(part.reference, part.sum));
-    });
+      __stcg(reinterpret_cast<float4*>(p.part_o + place * p.head_dim_v + mine.column), part.o);
+      if (mine.column == 0) __stcg(p.part_ml + place, make_float2(part.reference, part.sum));
+    }
   }
 
   // Part n lies at first for n = 0, then at others + n * step.
@@ -193,11 +225,12 @@ struct Merger {
   // of the time of a merge.
   template <int32_t kItems, int32_t kBatch>
   __device__ __forceinline__ void merge_parts(const Sequence& s, const Places& places, int32_t parts) const {
-    const int32_t quads = p.head_dim_v / 4, count = rows_of(s) * quads;
+    const int32_t rows = rows_of(s);
+    const Items mine = items();
     const int64_t first_origin = places.first * p.part_rows, origin = places.others * p.part_rows;
     const int32_t step = places.step * p.part_rows;
 #pragma unroll 1
-    for (int32_t base = threadIdx.x; base < count; base += kItems * kAttending) {
+    for (int32_t base = mine.row; base < rows; base += kItems * mine.step) {
       RowPart part[kItems];
 #pragma unroll 1
       for (int32_t first = 0; first < parts; first += kBatch) {
@@ -205,28 +238,29 @@ struct Merger {
         float4 o[kItems][kBatch];
 #pragma unroll
         for (int32_t i = 0; i < kItems; ++i) {
-          const int32_t item = min_of(base + i * kAttending, count - 1), row = item / quads, quad = item - row * quads;
+          const int32_t row = min_of(base + i * mine.step, rows - 1);
 #pragma unroll
           for (int32_t n = 0; n < kBatch; ++n) {
             // Past the last part: once more the last, and not added.
             const int32_t part_index = min_of(first + n, parts - 1);
             const int64_t place = (part_index == 0 ? first_origin : origin) + part_index * step + row;
             ml[i][n] = __ldcg(p.part_ml + place);
-            o[i][n] = __ldcg(reinterpret_cast<const float4*>(p.part_o) + place * quads + quad);
+            o[i][n] = __ldcg(reinterpret_cast<const float4*>(p.part_o + place * p.head_dim_v + mine.column));
           }
         }
 #pragma unroll
         for (int32_t i = 0; i < kItems; ++i) {
 #pragma unroll
           for (int32_t n = 0; n < kBatch; ++n) {
-            if (first + n < parts) part[i].add(ml[i][n], o[i][n]);
+            if (first + n >= parts) ml[i][n] = {attn::kNegativeInfinity, 0.0f}, o[i][n] = {0.0f, 0.0f, 0.0f, 0.0f};
           }
+          part[i].add(ml[i], o[i]);
         }
       }
 #pragma unroll
       for (int32_t i = 0; i < kItems; ++i) {
-        const int32_t item = base + i * kAttending, row = item / quads;
-        if (item < count) store(s, row, (item - row * quads) * 4, part[i]);
+        const int32_t row = base + i * mine.step;
+        if (row < rows) store(s, row, mine.column, part[i]);
       }
     }
   }
@@ -253,14 +287,12 @@ struct Merger {
     if (parts == 1) return store_whole(s);
 
     store_part(s, own);
-    // SYNC: the part is visible to whoever sees it counted.
-    __threadfence();
+    // SYNC: the part is stored, and the addition below makes it visible to whoever sees it counted.
     sync_attending();
     if (threadIdx.x == 0) {
       // SYNC: the counters are reset by the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
-      shared.last = atomicAdd(p.counters + int64_t{s.batch} * jobs + job, 1) == parts - 1;
-      __threadfence();
+      shared.last = sm90::add_acq_rel(p.counters + int64_t{s.batch} * jobs + job, 1) == parts - 1;
     }
     sync_attending();
     if (!shared.last) return;

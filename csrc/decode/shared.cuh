@@ -80,6 +80,12 @@ struct Sequence {
   }
 };
 
+// A row of the CTA's among the kv head's, whatever the sequence.
+struct RowPlace {
+  int64_t q_offset, out_offset, lse_offset;  // elements, from the sequence's first query and head 0
+  int32_t query, head;
+};
+
 struct TableEntry {
   Sequence sequence;
   int32_t begin, end;  // in units over all sequences
@@ -105,6 +111,7 @@ struct Shared {
   alignas(16) float o[kWarps][kTileRows][Config::kORow];
   float2 ml[kWarps][kTileRows];  // reference and sum of each warp's rows
   float2 merged_ml[kGroupRows];
+  RowPlace rows[kGroupRows];
   int4 keys[kGroupRows];  // of each row: first run, main run
   uint32_t tree[kGroupRows];
   float2 alibi[kGroupRows];  // slope, position (an int32_t's bits)

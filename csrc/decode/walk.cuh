@@ -11,7 +11,8 @@ namespace flashmsa::decode {
 
 // The keys of query i by the band alone.
 __device__ __forceinline__ mask::TwoRuns keys_of(const KernelParams& p, const Sequence& s, int32_t i) {
-  if (!p.banded) return {{0, 0}, {0, s.kv_len}};
+  if (!p.banded) [[likely]]
+    return {{0, 0}, {0, s.kv_len}};
   mask::Composite::Params params = {};
   params.global = mask::make_bounds(p.band, s.batch, 0, s.queries, 0, s.kv_len);
   params.has_global = true;
@@ -27,13 +28,13 @@ template <int32_t kChunk>
 __device__ __forceinline__ void find_chunks(const KernelParams& p, Sequence& s) {
   s.first_begin = s.first_chunks = s.main_begin = s.chunks = 0;
   if (s.queries == 0 || s.kv_len == 0) return;
-  if (p.selected != nullptr) {
+  if (p.selected != nullptr) [[unlikely]] {
     s.pages = p.selected_count[s.batch];
     s.chunks = static_cast<int32_t>(ceil_div<int64_t>(int64_t{s.pages} * p.page_size, kChunk));
     return;
   }
-  s.pages = ceil_div(s.kv_len, p.page_size);
-  if (!p.banded) {
+  if (p.block_table != nullptr) s.pages = ceil_div(s.kv_len, p.page_size);
+  if (!p.banded) [[likely]] {
     s.chunks = ceil_div(s.kv_len, kChunk);
     return;
   }
@@ -56,7 +57,7 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   s.batch = batch;
   s.first_row = 0;
   s.queries = p.len_q;
-  if (p.cu_seqlens_q != nullptr) {
+  if (p.cu_seqlens_q != nullptr) [[unlikely]] {
     s.first_row = clamp(p.cu_seqlens_q[batch], 0, p.total_q);
     s.queries = min_of(clamp(p.cu_seqlens_q[batch + 1], s.first_row, p.total_q) - s.first_row, p.len_q);
   }
@@ -70,7 +71,7 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   } else if (p.plan == Plan::kBalanced) {
     s.unit = kGrainKeys / kChunk;
     s.units = ceil_div(s.chunks, kGrainKeys / kChunk);
-  } else {
+  } else [[unlikely]] {
     int32_t parts = p.parts;
     if (p.plan == Plan::kInvariant) parts = min_of(parts, ceil_div(s.chunks, kInvariantKeys / kChunk));
     s.unit = max_of(ceil_div(s.chunks, max_of(parts, 1)), 1);
@@ -82,7 +83,9 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
 // x * y / z, rounded down. PERF: a division of 64 bits takes several times as long.
 __device__ __forceinline__ int32_t scaled(uint32_t x, uint32_t y, uint32_t z) {
   const uint64_t product = uint64_t{x} * y;
-  return static_cast<int32_t>(product >> 32 == 0 ? static_cast<uint32_t>(product) / z : product / z);
+  if (product >> 32 != 0) [[unlikely]]
+    return static_cast<int32_t>(product / z);
+  return static_cast<int32_t>(static_cast<uint32_t>(product) / z);
 }
 
 // A CTA's share: units [from, to) of all sequences' in a row. Of `total` units slice i of `slices` takes
@@ -97,7 +100,9 @@ struct Share {
     // The last slice that begins at or before it: ceil((unit + 1) * slices / total) - 1.
     const uint64_t last = (uint64_t{static_cast<uint32_t>(unit)} + 1) * static_cast<uint32_t>(slices) - 1;
     const uint32_t units = static_cast<uint32_t>(total);
-    return static_cast<int32_t>(last >> 32 == 0 ? static_cast<uint32_t>(last) / units : last / units);
+    if (last >> 32 != 0) [[unlikely]]
+      return static_cast<int32_t>(last / units);
+    return static_cast<int32_t>(static_cast<uint32_t>(last) / units);
   }
   // NOTE: no more slices than units, so that every slice between two of a sequence's has a part of it.
   static __device__ __forceinline__ Share make(int32_t total, int32_t slice, int32_t most_slices) {
@@ -134,8 +139,6 @@ __device__ __forceinline__ int2 block_scan(Shared<Config>& shared, int32_t x) {
 template <class Config, class Each>
 __device__ __forceinline__ int32_t write_table(const KernelParams& p, Shared<Config>& shared, int32_t base, int32_t end,
                                                int32_t before, const Each& each) {
-  // SYNC: the table before is done with.
-  __syncthreads();
   const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
   const bool writes = threadIdx.x < kAttending;
   int32_t units = 0;

@@ -19,6 +19,14 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// The same where there is nothing to be seen behind it: it waits for no store.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+}
+
 // mapa: where the variable at `shared_address` lies in CTA `rank` of the cluster, for the loads below.
 __device__ __forceinline__ uint32_t map_shared(uint32_t shared_address, uint32_t rank) {
   uint32_t address;

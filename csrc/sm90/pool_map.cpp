@@ -21,21 +21,15 @@ bool fits_tensor_map(const PoolRef& pool, int32_t pages, int32_t page_size, int3
 PoolMap make_pool_map(const PoolRef& pool, int32_t pages, int32_t page_size, int32_t heads, int32_t head_dim,
                       DType dtype, int32_t piece, int32_t columns, const char* name) {
   const bool whole = head_dim % kSwizzleColumns == 0;
-  PoolMap result;
-  result.boxes = whole ? 1 : columns / kSwizzleColumns;
-
   // (columns of a group, slots, groups of 64 columns, heads, pages); where 64 does not divide head_dim one group holds all.
-  const auto bytes = [](int64_t elements) { return elements * kElementBytes; };
   const MapDimension dimensions[] = {
       {whole ? kSwizzleColumns : head_dim, kElementBytes, kSwizzleColumns},
-      {page_size, bytes(pool.stride_slot), piece},
-      {whole ? head_dim / kSwizzleColumns : 1, bytes(kSwizzleColumns), whole ? columns / kSwizzleColumns : 1},
-      {heads, bytes(pool.stride_head), 1},
-      {pages, bytes(pool.stride_page), 1},
-  };
-  const MapFormat format{element_type(dtype), CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
-  result.map = encode_map(pool.data, format, dimensions, kMaxRank, name);
-  return result;
+      {page_size, pool.stride_slot * kElementBytes, piece},
+      {whole ? head_dim / kSwizzleColumns : 1, kSwizzleColumns * kElementBytes, whole ? columns / kSwizzleColumns : 1},
+      {heads, pool.stride_head * kElementBytes, 1},
+      {pages, pool.stride_page * kElementBytes, 1}};
+  const MapFormat format = {element_type(dtype), CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
+  return {encode_map(pool.data, format, dimensions, 5, name), whole ? 1 : columns / kSwizzleColumns};
 }
 
 }  // namespace flashmsa::sm90

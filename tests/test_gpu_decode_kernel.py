@@ -1,0 +1,135 @@
+"""The decode kernel on a GPU: its plans, its ways of loading and of merging, against the definition.
+
+Caches are poisoned where nothing may be read (see paged_cases.py), so every call also tests what it touches.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import DENSE, MaskCase, Options, Target
+from paged_cases import make_cache, packed, queries, run_and_check, run_packed_and_check
+
+import flashmsa
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = MaskCase("causal")
+WINDOW = MaskCase("window", left=150, right=0, keep=40)
+BF16 = Target("sm90", "cuda", torch.bfloat16)
+FP16 = Target("sm90", "cuda", torch.float16)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 8, 16, 24, 64, 128])
+@pytest.mark.parametrize("dim, dim_v", [(64, 64), (128, 128), (256, 256), (192, 128), (40, 40), (72, 200), (8, 8)])
+@pytest.mark.parametrize("target", [BF16, FP16], ids=str)
+def test_pages_and_head_dims(target: Target, dim: int, dim_v: int, page_size: int) -> None:
+    """Boxes of every width and rows one by one; columns past a head dim are read from nowhere."""
+    cache = make_cache(target, [333, 1, 0, 129], page_size, 2, dim, dim_v)
+    run_and_check(target, queries(target, 4, 8, 1, dim), cache)
+
+
+@pytest.mark.parametrize("len_q", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("heads, heads_kv", [(1, 1), (3, 1), (8, 8), (8, 1), (16, 1), (6, 2), (48, 3)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_of_a_kv_head(heads: int, heads_kv: int, len_q: int, dim: int) -> None:
+    """One tile of 16 rows up to several groups of 64, the last tile in part."""
+    cache = make_cache(BF16, [700, 5, 260], 16, heads_kv, dim)
+    run_and_check(BF16, queries(BF16, 3, heads, len_q, dim), cache)
+
+
+PLANS = {
+    "one long": [20000],
+    "uneven": [3000, 1, 0, 9000, 77, 640, 12000],
+    "more than a table holds": [(37 * n) % 200 for n in range(300)],
+    "all empty": [0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("mask", [DENSE, WINDOW], ids=str)
+@pytest.mark.parametrize("how", [{}, {"num_splits": 1}, {"num_splits": 7}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("lens", PLANS.values(), ids=PLANS)
+def test_plans(lens: list[int], how: dict, mask: MaskCase) -> None:
+    """Sequences cut by shares, into parts of one number, and not at all; sequences of which nothing is seen."""
+    cache = make_cache(BF16, lens, 32, 2, 64)
+    run_and_check(
+        BF16, queries(BF16, len(lens), 8, 2, 64), cache, mask, Options(sinks=torch.randn(8, device="cuda")), **how
+    )
+
+
+def test_part_of_a_sequence_by_its_own_length() -> None:
+    """batch_invariant: bitwise the same alone, in a batch, and over a table of another width."""
+    lens = [5000, 1, 777, 40000, 1024, 1025]
+    cache = make_cache(BF16, lens, 64, 4, 128)
+    q = queries(BF16, len(lens), 16, 1, 128)
+    both = flashmsa.paged_attention(q, *cache.arguments(), batch_invariant=True, return_lse=True)
+    for b, length in enumerate(lens):
+        table = cache.table[b : b + 1, : -(-length // 64)].contiguous()
+        alone = flashmsa.paged_attention(
+            q[b : b + 1],
+            cache.k_pages,
+            cache.v_pages,
+            table,
+            cache.lens[b : b + 1],
+            batch_invariant=True,
+            return_lse=True,
+        )
+        assert all(torch.equal(x[b], y[0]) for x, y in zip(both, alone, strict=True)), f"sequence {b} of {length} keys"
+
+
+def test_repeated_calls_are_bitwise_equal() -> None:
+    """Whichever CTA is the last of a sequence merges the same parts in the same order."""
+    cache = make_cache(BF16, [9000, 4000, 12000], 16, 4, 128)
+    q = queries(BF16, 3, 32, 1, 128)
+    first = flashmsa.paged_attention(q, *cache.arguments())
+    for _ in range(200):
+        assert torch.equal(flashmsa.paged_attention(q, *cache.arguments()), first)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_value_that_some_rows_see(dim: int) -> None:
+    """NaN and infinity in the newest key's V: rows that may not see it stay as they are."""
+    cache = make_cache(BF16, [300, 64], 16, 2, dim)
+    for b, page in enumerate((299 // 16, 63 // 16)):
+        place = cache.table[b, page].item()
+        cache.v_pages[place, (299 if b == 0 else 63) % 16] = math.nan if b == 0 else math.inf
+        cache.v[b][-1] = math.nan if b == 0 else math.inf
+    run_and_check(BF16, queries(BF16, 2, 8, 4, dim), cache)
+
+
+def test_packed_queries_and_tail() -> None:
+    q, cuts = packed(BF16, [3, 0, 1, 4], 8, 128, tail=5)
+    cache = make_cache(BF16, [300, 20, 0, 777], 16, 2, 128)
+    run_packed_and_check(BF16, q, cuts, cache, max_seqlen_q=4)
+
+
+def test_graphs_replayed_at_once() -> None:
+    """Two captures with workspaces of their own on two streams, lengths changed between replays."""
+    cache = make_cache(BF16, [8000, 300, 5000, 64], 16, 4, 128)
+    q = queries(BF16, 4, 16, 1, 128)
+    lens = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([8000, 300, 5000, 64], [17, 299, 0, 64])]
+    expected = [flashmsa.paged_attention(q, *cache.arguments()[:3], x) for x in lens]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    own = [cache.lens.clone() for _ in range(2)]
+    spaces = [flashmsa.paged_workspace(q, *cache.arguments()[:3]) for _ in range(2)]
+    graphs, outs = [], []
+    for n in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append(flashmsa.paged_attention(q, *cache.arguments()[:3], own[n], workspace=spaces[n]))
+        graphs.append(graph)
+    for step in range(40):
+        for n in range(2):
+            own[n].copy_(lens[(step + n) % 2])
+            spaces[n].view(torch.uint8).random_(0, 256)
+            outs[n].fill_(math.nan)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                graph.replay()
+        torch.cuda.synchronize()
+        for n in range(2):
+            assert torch.equal(outs[n], expected[(step + n) % 2]), f"replay {step}, graph {n}"

@@ -40,9 +40,15 @@ CUtensorMap encode_map(void* data, const MapFormat& format, const MapDimension* 
     element_strides[d] = 1;
   }
   CUtensorMap map;
-  const CUresult status =
-      encoder()(&map, format.type, rank, data, dims, strides + 1, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                format.swizzle, format.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encoder()(&map, format.type, rank, data, dims, strides + 1, box, element_strides,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle, format.promotion,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  // NOTE: a thread that has made no call of the runtime yet, such as one of autograd's, has no context; any call gives it
+  // the current device's.
+  if (status == CUDA_ERROR_INVALID_CONTEXT && cudaFree(nullptr) == cudaSuccess) status = encode();
   if (status == CUDA_SUCCESS) return map;
   std::ostringstream text;
   text << "flashmsa: cuTensorMapEncodeTiled refused the map of " << name << " (CUresult " << status << "): address "

@@ -49,6 +49,9 @@ struct PairGradient {
     load(params.v_rows, kv_head, row, params.head_dim_v, v);
   }
 
+  // Of a query that sees nothing, or only logits of -inf.
+  __device__ __forceinline__ bool without_weights() const { return lse == __builtin_huge_valf(); }
+
   static __device__ __forceinline__ float sum(float x) {
 #pragma unroll
     for (int32_t step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);

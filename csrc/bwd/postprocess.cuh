@@ -83,6 +83,8 @@ struct Postprocess {
     const mask::TwoRuns keys = pair.keys;
     const mask::Interval first = mask::first_run(keys);
     for (int run = 0; run < 2; ++run) {
+      // A row without weights has no gradient: its zeros times an infinite key are none.
+      if (pair.without_weights()) break;
       const int32_t begin = run == 0 ? first.begin : keys.main.begin, end = run == 0 ? first.end : keys.main.end;
       for (int32_t key = begin; key < end; ++key) {
         if (!visible(params, keys, at.batch, at.head, row, key)) continue;
@@ -115,6 +117,7 @@ struct Postprocess {
       for (int32_t row = 0; row < params.len_q; ++row) {
         if (!visible(params, rows[row], tile.batch, head, row, key)) continue;
         pair.load_query(head, row, Tiles::kBlockQ);
+        if (pair.without_weights()) continue;
         const float ds = pair.ds();
 #pragma unroll
         for (int c = 0; c < 8; ++c) {

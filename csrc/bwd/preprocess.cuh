@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       if (row < params.len_q) {
         const float given = params.lse[batch * params.lse_stride_batch + head * params.lse_stride_head +
                                        residue * params.lse_stride_residue + row * params.lse_stride_seq];
-        if (given != -kInfinity) lse = given * kLog2E;
+        // NOTE: a row that sees a logit of +inf is NaN throughout.
+        if (given != -kInfinity) lse = given == kInfinity ? given - given : given * kLog2E;
         if (params.dlse != nullptr) {
           delta -= params.dlse[batch * params.dlse_stride_batch + head * params.dlse_stride_head +
                                residue * params.dlse_stride_residue + row * params.dlse_stride_seq];

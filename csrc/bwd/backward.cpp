@@ -27,7 +27,7 @@ const KernelEntry* find(const BackwardParams& params) {
   for (const KernelEntry& entry : table()) {
     const KernelInfo& info = entry.info;
     if (info.dtype == p.dtype && info.head_dim_bucket >= max_of(p.head_dim, p.head_dim_v) && info.general == general &&
-        (general || info.dropout == p.dropout_p > 0)) {
+        (general || info.dropout == (p.dropout_p > 0))) {
       return &entry;
     }
   }

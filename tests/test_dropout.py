@@ -16,6 +16,7 @@ from helpers import (
     ONE_OF_EACH,
     Options,
     Target,
+    assert_lse,
     by_family,
     document,
     make_qkv,
@@ -185,8 +186,10 @@ def test_every_mask(target: Target, family: str) -> None:
         found = run_backward(target, q, k, v, mask, d_out, d_lse, options, **dropout)
         check_gradients(found, q, k, v, mask, d_out, d_lse, options, **dropout)
         plain = run_backward(target, q, k, v, mask, d_out, d_lse, options)
-        if target.native:
+        if target.backend == "cpu":
             assert torch.equal(found["lse"], plain["lse"])
+        elif target.native:  # another kernel, whose tiles have another shape
+            assert_lse(found["lse"], plain["lse"].double())
         assert len_kv == 0 or not torch.equal(found["out"], plain["out"]) or not plain["out"].count_nonzero()
 
 

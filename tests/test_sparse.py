@@ -100,13 +100,16 @@ def test_gradients(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_the_traced_operator(family: str) -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_the_traced_operator(family: str, dropout_p: float) -> None:
     """The lowered form alone is the mask: what a traced call passes gives what an eager one does, bit for bit."""
     q, k, v = make_qkv(Target("torch", "cpu", torch.float32), 2, (4, 2), 140, 150, 16)
     mask = mask_for(family, 2, 140, 150, heads=(4, 2)).build()
     kind, ints, tensors = flashmsa.masks.lower(mask)
-    out, lse = torch.ops.flashmsa.composed(q, k, v, kind, ints, tensors, None, 0.0, None, None)
-    eager, eager_lse = flashmsa.attention(q, k, v, mask=mask, backend="torch", return_lse=True)
+    state = torch.tensor([5, 0]) if dropout_p else None
+    out, lse = torch.ops.flashmsa.composed(q, k, v, kind, ints, tensors, None, 0.0, None, None, dropout_p, state)
+    options = {"backend": "torch", "return_lse": True, "dropout_p": dropout_p, "seed": 5}
+    eager, eager_lse = flashmsa.attention(q, k, v, mask=mask, **options)
     assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
 
 

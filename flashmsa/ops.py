@@ -17,8 +17,6 @@ from .masks.base import BLOCK_SPARSE, HASH
 _native = _C.attention
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DENSE = Dense._lowered
-# Asked once: torch.compile cannot trace the question.
-_AUTOCAST = frozenset(x for x in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(x))
 
 # (device index, dtype) for which a native backend runs every call. Index -1 is the CPU, and the meta device, which the
 # operator serves as well. CUDA devices enter with their first call.
@@ -233,7 +231,7 @@ def check_backend(backend: Any) -> None:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v as autocast has scaled_dot_product_attention take them: all but float64 in its dtype."""
     device_type = tensors[0].device.type
-    if device_type not in _AUTOCAST or not torch.is_autocast_enabled(device_type):
+    if device_type not in torch_backend.AUTOCAST_DEVICES or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

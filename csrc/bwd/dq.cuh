@@ -3,6 +3,7 @@
 
 #include "bwd/shared.cuh"
 #include "bwd/visible.cuh"
+#include "sm90/atomic.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -170,10 +171,8 @@ struct DqWarpgroup {
   __device__ __forceinline__ void wait_turn(int64_t block, int32_t turn) {
     if (params.prepared.turns == nullptr || !sm90::elect()) return;
     const int32_t* at = params.prepared.turns + block * 4 + warp();
-    int32_t now;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
-    } while (now < turn);
+    while (sm90::load_acquire(at) < turn) {
+    }
   }
   // Ends the turns at the blocks of a step, which is the one before: by now its additions are complete without a wait.
   __device__ __forceinline__ void end_turns(int64_t block) {
@@ -181,8 +180,7 @@ struct DqWarpgroup {
     sm90::wait_stores();
 #pragma unroll
     for (int i = 0; i < Config::kBlockQ / 64; ++i) {
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(params.prepared.turns + (block + i) * 4 + warp())
-                   : "memory");
+      sm90::add_release(params.prepared.turns + (block + i) * 4 + warp(), 1);
     }
   }
 

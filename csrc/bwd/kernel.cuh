@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (Config::kSplit == Split::kByKeys) {
       KeyConsumer<Config>(params, shared, warpgroup - 1).run();
     } else if (warpgroup == 1) {
-      ValueConsumer<Config>(params, shared).run();
+      SplitConsumer<Config, Gradient::kValues>(params, shared).run();
     } else {
-      GradientConsumer<Config>(params, shared).run();
+      SplitConsumer<Config, Gradient::kKeys>(params, shared).run();
     }
   }
 }

@@ -89,7 +89,6 @@ struct DqWarpgroup {
   using DsOperand = sm90::MnMajor<typename S::DsTile>;
   using KOperand = sm90::MnMajor<typename S::KTile>;
   static constexpr int32_t kColumnPieces = Config::kHeadDim / 64;
-  static constexpr uint32_t kQWarp = 1, kDoutWarp = 2;
 
   const KernelParams& params;
   S& shared;
@@ -216,6 +215,9 @@ struct DqWarpgroup {
           (params.sequence(key_tile.batch, shared.step[at.stage].head, key_tile.residue) * params.q_tiles + tile) *
           (Config::kBlockQ / 64);
       const int32_t turn = shared.step[at.stage].turn;
+      // SYNC: the four warps need not keep step. A stage is filled again only when all of them have read whose it was.
+      __syncwarp();
+      if (lane() == 0) shared.empty[at.stage].arrive();
       float* target = params.prepared.dq + block * (kColumnPieces * DqPiece::kFloats);
       shared.full_ds[buffer.stage].wait(buffer.parity);
 #pragma unroll

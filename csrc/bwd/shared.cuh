@@ -117,7 +117,7 @@ struct Shared {
   //                                      arrives (count)             waits
   sm90::Barrier full_kv;                  // dQ's thread 0 + TMA bytes (1)    consumers, dQ
   sm90::Barrier full[Config::kStages];    // producer + TMA bytes (1)    consumers, dQ
-  sm90::Barrier empty[Config::kStages];   // consumer warps              producer
+  sm90::Barrier empty[Config::kStages];       // consumer warps, dQ's warps     the loading warp
   sm90::Barrier full_p[Config::kDsBuffers];   // P's warps (split)         the other consumers
   sm90::Barrier full_ds[Config::kDsBuffers];  // dS's warps                dQ
   sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
@@ -127,7 +127,7 @@ struct Shared {
     full_kv.init(1);
     for (int s = 0; s < Config::kStages; ++s) {
       full[s].init(1);
-      empty[s].init(kConsumerWarps);
+      empty[s].init(kConsumerWarps + 4);
     }
     for (int s = 0; s < Config::kDsBuffers; ++s) {
       full_p[s].init(4);

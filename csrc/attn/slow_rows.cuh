@@ -123,13 +123,14 @@ struct SlowRow {
       // O of this lane's columns.
 #pragma unroll
       for (int i = 0; i < 8; ++i) o[i] *= factor;
-      bool weighs = visible;
-      if constexpr (Score::kDropout) weighs = visible && draws.keeps(key);
-      uint32_t left = __ballot_sync(~0u, weighs);
+      // NOTE: a dropped weight is 0 and its key still visible: a value of NaN is not dropped with it.
+      float kept = p;
+      if constexpr (Score::kDropout) kept = visible && draws.keeps(key) ? p : 0.0f;
+      uint32_t left = __ballot_sync(~0u, visible);
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int32_t source = __ffs(left) - 1;
-        const float weight = __shfl_sync(~0u, p, source);
+        const float weight = __shfl_sync(~0u, kept, source);
         if (!owns_columns()) continue;
         float v[8];
         load8(rows.v(first + source) + lane() * 8, v);

@@ -91,6 +91,7 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
   params.dlse_stride_head = b.dlse_stride_head;
   params.dlse_stride_seq = b.dlse_stride_seq;
   params.dlse_stride_residue = b.dlse_stride_residue;
+  params.sinks = p.sinks;
   params.delta = b.delta;
   params.mask = mask::Composite::make_params(p);
   params.prepared = prepared;

@@ -49,6 +49,14 @@ struct PairGradient {
     load(params.v_rows, kv_head, row, params.head_dim_v, v);
   }
 
+  // Whether a sum is NaN in every column: it stays so, and what is left need not be computed.
+  __device__ __forceinline__ bool settled(const float (&values)[8], int32_t columns) const {
+    bool all = true;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) all = all && values[c] != values[c];
+    return __all_sync(~0u, all || column() >= columns);
+  }
+
   // Of a query that sees nothing, or only logits of -inf.
   __device__ __forceinline__ bool without_weights() const { return lse == __builtin_huge_valf(); }
 

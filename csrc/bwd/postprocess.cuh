@@ -92,6 +92,7 @@ struct Postprocess {
         const float ds = pair.ds();
 #pragma unroll
         for (int c = 0; c < 8; ++c) dq[c] = fmaf(ds, pair.k[c], dq[c]);
+        if (pair.settled(dq, params.head_dim)) break;
       }
     }
     pair.store(params.dq_rows, at, row, params.head_dim, dq, params.scale);
@@ -110,7 +111,8 @@ struct Postprocess {
     PairGradient<Element> pair(params, tile.batch, tile.residue);
     pair.load_key(tile.kv_head, key);
     float dk[8] = {}, dv[8] = {};
-    for (int32_t g = 0; g < params.heads_per_kv_head(); ++g) {
+    bool settled = false;
+    for (int32_t g = 0; !settled && g < params.heads_per_kv_head(); ++g) {
       const int32_t head = tile.kv_head * params.heads_per_kv_head() + g;
       const mask::TwoRuns* rows =
           params.prepared.rows + params.plan(tile.batch, head) * params.q_tiles * Tiles::kBlockQ;
@@ -124,6 +126,8 @@ struct Postprocess {
           dk[c] = fmaf(ds, pair.q[c], dk[c]);
           dv[c] = fmaf(pair.dropped, pair.dout[c], dv[c]);
         }
+        settled = pair.settled(dk, params.head_dim) && pair.settled(dv, params.head_dim_v);
+        if (settled) break;
       }
     }
     const sm90::Sequence at = {tile.kv_head, tile.batch, tile.residue};

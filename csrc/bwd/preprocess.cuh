@@ -16,6 +16,7 @@ struct PreprocessParams {
   int64_t lse_stride_batch, lse_stride_head, lse_stride_seq, lse_stride_residue;
   const float* dlse;  // null: zero
   int64_t dlse_stride_batch, dlse_stride_head, dlse_stride_seq, dlse_stride_residue;
+  const float* sinks;  // (heads_q); null: none
   float* delta;  // (batch, heads_q, residues, len_q); null: not wanted
   mask::Composite::Params mask;
   Prepared prepared;
@@ -60,6 +61,12 @@ __device__ void plan_tile(const PreprocessParams& params, int32_t batch, int32_t
   }
 }
 
+// Whether lse is a sink alone: as given, or as the forward kernels round it on its way.
+__device__ __forceinline__ bool is_sink(float lse, float sink) {
+  constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+  return lse == sink || lse == __fmul_rn(__fmul_rn(sink, kLog2E), kLn2);
+}
+
 // One CTA a tile of rows of a sequence.
 template <class Tiles>
 __global__ void __launch_bounds__(kPreprocessThreads)
@@ -85,23 +92,36 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   for (int32_t i = threadIdx.x / kLanes; i < Tiles::kBlockQ; i += kRowsAtOnce) {
     const int32_t row = tile * Tiles::kBlockQ + i;
     float delta = 0.0f;
+    int32_t zero = 1;  // the row of O is
     if (row < params.len_q && lane * 8 < params.head_dim_v) {
       float o[8], d[8];
       attn::load8(attn::row_of<Element>(params.out, from, row) + lane * 8, o);
       attn::load8(attn::row_of<Element>(params.dout, from, row) + lane * 8, d);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) delta = fmaf(o[c], d[c], delta);
+      for (int c = 0; c < 8; ++c) {
+        delta = fmaf(o[c], d[c], delta);
+        zero &= o[c] == 0.0f;
+      }
     }
 #pragma unroll
-    for (int32_t step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+    for (int32_t step = kLanes / 2; step > 0; step /= 2) {
+      delta += __shfl_xor_sync(~0u, delta, step);
+      zero &= __shfl_xor_sync(~0u, zero, step);
+    }
     if (lane == 0) {
-      // Rows that see nothing, and rows past the end: every weight is 2^-inf = 0.
+      // Rows that see nothing, or only logits of -inf, and rows past the end: every weight is 2^-inf = 0, whatever dO holds.
       float lse = kInfinity;
+      bool empty = true;
       if (row < params.len_q) {
         const float given = params.lse[batch * params.lse_stride_batch + head * params.lse_stride_head +
                                        residue * params.lse_stride_residue + row * params.lse_stride_seq];
-        // NOTE: a row that sees a logit of +inf is NaN throughout.
-        if (given != -kInfinity) lse = given == kInfinity ? given - given : given * kLog2E;
+        empty = given == -kInfinity || (params.sinks != nullptr && zero != 0 && is_sink(given, params.sinks[head]));
+        if (empty) {
+          delta = 0.0f;
+        } else {
+          // NOTE: a row that sees a logit of +inf is NaN throughout.
+          lse = given == kInfinity ? given - given : given * kLog2E;
+        }
         if (params.dlse != nullptr) {
           delta -= params.dlse[batch * params.dlse_stride_batch + head * params.dlse_stride_head +
                                residue * params.dlse_stride_residue + row * params.dlse_stride_seq];
@@ -109,7 +129,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
         if (params.delta != nullptr) params.delta[int64_t{sequence} * params.len_q + row] = delta;
       }
       stats[i] = lse;
-      stats[Tiles::kBlockQ + i] = -delta;
+      stats[Tiles::kBlockQ + i] = empty ? 0.0f : -delta;
     }
   }
 

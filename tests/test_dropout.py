@@ -247,6 +247,17 @@ def test_masked_nan_stays_untouched(target: Target) -> None:
     check_gradients(found, q, k, v, mask, d_out, d_lse, dropout_p=0.5, seed=2)
 
 
+@FEW
+def test_a_nan_among_values_is_not_dropped(target: Target) -> None:
+    """Rows that drop its weight have it too: 0 times NaN."""
+    q, k, v = make_qkv(target, 1, 2, 70, 90, 64)
+    v[0, 1, 40] = math.nan
+    out = flashmsa.attention(q, k, v, flashmsa.Causal(), dropout_p=0.5, seed=2, backend=target.backend)
+    hit = torch.zeros(1, 2, 70, dtype=torch.bool, device=q.device)
+    hit[0, 1, 20:] = True  # query i stands at key i + 20
+    assert torch.equal(out.isnan().all(-1), hit) and torch.equal(out.isnan().any(-1), hit)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Seeds
 

@@ -15,13 +15,18 @@ that the scheduler decides, and so does what is shared.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+# A checkout built in place; an installed package comes first.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import flashmsa
 

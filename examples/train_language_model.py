@@ -27,6 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# A checkout built in place; an installed package comes first.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 import flashmsa
 from flashmsa.demo import corpus
 

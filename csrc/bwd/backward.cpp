@@ -21,8 +21,7 @@ const std::vector<KernelEntry>& table() {
 
 const KernelEntry* find(const BackwardParams& params) {
   const AttentionParams& p = params.forward;
-  const bool in_order = p.mask.q_order == nullptr && p.token_step == 1;
-  const bool general = p.softcap > 0 || p.alibi_slopes != nullptr || (p.dropout_p > 0 && !in_order);
+  const bool general = p.softcap > 0 || p.alibi_slopes != nullptr || (p.dropout_p > 0 && !draws_in_order(p));
   // The smallest bucket that holds both.
   for (const KernelEntry& entry : table()) {
     const KernelInfo& info = entry.info;

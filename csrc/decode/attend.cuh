@@ -58,37 +58,48 @@ struct Attention {
 
   // ---- A part's beginning ---------------------------------------------------------------------------------------------
 
-  // After shared.rows is written.
+  // Bits of Q's fragments: asked for, and not looked at yet.
+  using QueryBits = uint32_t[kHeadDim / 16][4];
+
   // PERF: every load goes to an address that exists and nothing depends on any of them before the last is asked for: one
-  // round trip to memory. Predicated ones make sixteen.
-  __device__ __forceinline__ void load_queries(const Sequence& s) {
+  // round trip to memory. Predicated ones make sixteen. Rows that there are not take the first one's queries; nobody looks
+  // at what becomes of them.
+  __device__ __forceinline__ void ask_queries(const Sequence& s, int32_t head, int32_t group_row,
+                                              QueryBits& bits) const {
     const Element* base =
         static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch + s.first_row * p.q.stride_seq;
     const uint32_t* rows[2];
-    uint32_t keep[2];
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      const RowPlace& place = shared.rows[first_row + lane() / 4 + 8 * slot];
-      const bool valid = place.query < s.queries;
-      rows[slot] = reinterpret_cast<const uint32_t*>(base + (valid ? place.q_offset : 0));
-      keep[slot] = valid ? p.q_keep : 0;
+      const RowIndex row = row_index(p, head, group_row + first_row + lane() / 4 + 8 * slot);
+      const int64_t offset = row.head * p.q.stride_head + row.query * p.q.stride_seq;
+      rows[slot] = reinterpret_cast<const uint32_t*>(base + (row.query < s.queries ? offset : 0)) + lane() % 4;
     }
-    uint32_t bits[kHeadDim / 16][4];
+    if (p.head_dim == kHeadDim) [[likely]] {
+#pragma unroll
+      for (int step = 0; step < kHeadDim / 16; ++step) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) bits[step][r] = __ldg(rows[r % 2] + step * 8 + r / 2 * 4);
+      }
+      return;
+    }
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const int32_t column = min_of(step * 16 + r / 2 * 8, p.head_dim - 8) + lane() % 4 * 2;
-        bits[step][r] = __ldg(rows[r % 2] + column / 2);
+        bits[step][r] = __ldg(rows[r % 2] + min_of(step * 8 + r / 2 * 4, p.head_dim / 2 - 4));
       }
     }
+  }
+
+  __device__ __forceinline__ void take_queries(const QueryBits& bits) {
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       uint32_t a[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const bool inside = step * 16 + r / 2 * 8 < p.head_dim;
-        a[r] = inside ? (bits[step][r] & keep[r % 2]) ^ p.q_flip : 0;
+        a[r] = inside ? (bits[step][r] & p.q_keep) ^ p.q_flip : 0;
       }
       if constexpr (Config::kQInRegisters) {
 #pragma unroll

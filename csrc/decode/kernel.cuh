@@ -9,8 +9,8 @@
 //             2. a chunk: wait K, S = Q K^T, softmax, wait V, O += P V
 //             3. the warps' O, references and sums to shared memory; merged, and merged with other CTAs' parts
 //             4. the next part
-// Blocks      (head, slice), heads first, so that neighbours read the same tokens' heads together; (rank, head, sequence) with
-//             clusters.
+// Blocks      paged_decode_kernel: (head, slice), heads first, so that neighbours read the same tokens' heads together;
+//             cluster_decode_kernel: (rank, head, sequence).
 #pragma once
 
 #include "decode/attend.cuh"
@@ -22,9 +22,8 @@ namespace flashmsa::decode {
 template <class Config>
 __device__ __forceinline__ void write_rows(const KernelParams& p, Shared<Config>& shared, int32_t head,
                                            int32_t group_row, int32_t thread) {
-  if (thread >= kGroupRows) return;
-  const int32_t row = group_row + thread, query = row / p.q_heads_per_kv_head;
-  const int32_t h = head * p.q_heads_per_kv_head + row - query * p.q_heads_per_kv_head;
+  if (thread < 0 || thread >= kGroupRows) return;
+  const auto [query, h] = row_index(p, head, group_row + thread);
   shared.rows[thread] = {h * p.q.stride_head + query * p.q.stride_seq, h * p.out.stride_head + query * p.out.stride_seq,
                          h * p.lse_stride_head + query * p.lse_stride_seq, query, h};
 }
@@ -93,15 +92,14 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
 // The chunks of a part that this warp takes: of every tile those of its group.
 template <class Config>
 __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config>& shared, Attention<Config>& attention,
-                                            const Walk& walk, RingPlace& ring) {
+                                            const Sequence& sequence, int32_t begin, int32_t end, RingPlace& ring) {
   const int32_t group = threadIdx.x / 32 >> p.row_tiles_log2, groups = kWarps >> p.row_tiles_log2;
-  const Sequence& sequence = shared.table[walk.index].sequence;
 #pragma unroll 1
-  for (int32_t tile = walk.begin; tile < walk.end; tile += kWarps) {
+  for (int32_t tile = begin; tile < end; tile += kWarps) {
 #pragma unroll 1
     for (int32_t chunk = group; chunk < kWarps; chunk += groups) {
       const int32_t slot = Shared<Config>::k_slot(ring.stage, chunk);
-      if (tile + chunk < walk.end) [[likely]] {
+      if (tile + chunk < end) [[likely]] {
         attend_chunk(p, shared, attention, sequence, tile + chunk, slot, ring.parity);
       } else {
         // SYNC: a slot that goes round empty is given back when it was given, not before.
@@ -117,123 +115,176 @@ __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config
   }
 }
 
+// A CTA of either kernel.
+template <class Config>
+struct Cta {
+  const KernelParams& p;
+  Shared<Config>& shared;
+  const int32_t head, group_row;
+  const int32_t warp;
+  const Merger<Config> merger;
+  Attention<Config> attention;
+  RingPlace ring;
+
+  __device__ __forceinline__ Cta(const KernelParams& params, Shared<Config>& shared_memory, int32_t job)
+      : p(params),
+        shared(shared_memory),
+        head(params.row_groups == 1 ? job : job / params.row_groups),
+        group_row((job - head * params.row_groups) * kGroupRows),
+        warp(__shfl_sync(~0u, static_cast<int32_t>(threadIdx.x) / 32, 0)),
+        merger{params, shared, head, group_row, job, params.heads_kv * params.row_groups},
+        attention(params, shared, warp & ((1 << params.row_tiles_log2) - 1)) {}
+
+  __device__ __forceinline__ bool attends() const { return warp < kWarps; }
+
+  // Barriers by the first warp that loads, rows by the next two; before the first block barrier.
+  __device__ __forceinline__ void begin() const {
+    if (warp == kWarps) {
+      // PERF: one thread, known as one to the compiler, or each becomes a loop over lanes.
+      if (sm90::elect()) {
+        const uint32_t arrivals = p.by_tma ? 1 : 32, readers = 1 << p.row_tiles_log2;
+#pragma unroll
+        for (int32_t slot = 0; slot < Config::kSlots; ++slot) {
+          shared.full[slot].init(arrivals);
+          shared.empty[slot].init(readers);
+        }
+        sm90::fence_barrier_init();
+        sm90::prefetch_pool(p.k_map);
+        sm90::prefetch_pool(p.v_map);
+      }
+      __syncwarp();
+    }
+    write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - kAttending - 32);
+  }
+
+  // 2 and 3 of a part, up to its rows in shared memory; after its rules are written.
+  __device__ __forceinline__ void attend(const Sequence& sequence, int32_t begin, int32_t end) {
+    attention.begin_part(sequence);
+    attend_part(p, shared, attention, sequence, begin, end, ring);
+    attention.store(warp);
+    // SYNC: the rows of all warps are there.
+    sync_attending();
+  }
+};
+
 // Named barriers: 1 is sync_attending's.
 inline constexpr uint32_t kQueriesAsked = 2;
 
+// The parts of a share whose sequences are in the table, by the threads that attend.
+template <class Config>
+__device__ __forceinline__ void attend_share(const KernelParams& p, Shared<Config>& shared, Cta<Config>& cta, Walk walk,
+                                             const Share& share, int32_t entries) {
+  bool asked = false;
+#pragma unroll 1
+  while (walk.next(p, shared)) {
+    const Sequence& sequence = shared.table[walk.index].sequence;
+    // 1. Queries and rules.
+    typename Attention<Config>::QueryBits bits;
+    cta.attention.ask_queries(sequence, cta.head, cta.group_row, bits);
+    if (!asked) sm90::bar_arrive(kQueriesAsked, kThreads);
+    asked = true;
+    if (walk.at < walk.to && walk.index + 1 < entries) {
+      cta.attention.prefetch_queries(shared.table[walk.index + 1].sequence);
+    }
+    write_rules(p, shared, sequence);
+    // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace, or Q.
+    sync_attending();
+    cta.attention.take_queries(bits);
+    cta.attend(sequence, walk.begin, walk.end);
+    cta.merger.share_part(walk, share);
+  }
+}
+
+// Every CTA takes a share of all sequences.
 template <class Config>
 __global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
-
-  const bool clustered = p.plan == Plan::kCluster;
-  const int32_t job = clustered ? blockIdx.y : blockIdx.x, slice = clustered ? 0 : blockIdx.y;
-  const int32_t head = p.row_groups == 1 ? job : job / p.row_groups;
-  const int32_t group_row = (job - head * p.row_groups) * kGroupRows;
-  const int32_t warp = __shfl_sync(~0u, static_cast<int32_t>(threadIdx.x) / 32, 0);
-  const bool attends = warp < kWarps;
-  const Merger<Config> merger{p, shared, head, group_row, job, p.heads_kv * p.row_groups};
-  Loader<Config> loader{p, shared, head, warp - kWarps};
-  Attention<Config> attention(p, shared, warp & ((1 << p.row_tiles_log2) - 1));
-  RingPlace ring;
-
-  const int32_t first = clustered ? static_cast<int32_t>(blockIdx.z) : 0, end = clustered ? first + 1 : p.batch;
-  if (threadIdx.x == kAttending) {
-    sm90::prefetch_pool(p.k_map);
-    sm90::prefetch_pool(p.v_map);
-  }
-  if (threadIdx.x < Config::kSlots) {
-    shared.full[threadIdx.x].init(p.by_tma ? 1 : 32);
-    shared.empty[threadIdx.x].init(1 << p.row_tiles_log2);
-    sm90::fence_barrier_init();
-  }
-  if (!attends) write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - kAttending);
-  // SYNC: barriers are made, rows written.
-  __syncthreads();
-  // PERF: in a cluster the sequence is known before its length is.
-  if (clustered && attends) attention.load_queries({first, 0, p.len_q});
+  const int32_t slice = static_cast<int32_t>(blockIdx.y);
+  Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.x));
+  cta.begin();
   // SYNC: the selected pages are the kernel before's.
   if (p.selected != nullptr) cudaGridDependencySynchronize();
-  merger.clear_outside();
+  cta.merger.clear_outside();
 
-  // 0. The share: once through all sequences, a table at a time; then through those of the share, where one table does not
-  // hold all.
-  const bool many = end - first > kAttending;
-  Share share = {};
-  bool dealt = false;
-  int32_t before = 0, units = 0;
+  // 0. The share. Where one table does not hold all sequences, once through them for their sum.
+  const auto store_unseen = [&](const Sequence& s) {
+    if (s.units > 0 && p.cu_seqlens_q == nullptr) [[likely]]
+      return;
+    if (s.batch % p.slices == slice) cta.merger.store_unseen(s);
+  };
+  const bool many = p.batch > kAttending;
+  int32_t total = 0, before = 0;
+  if (many) [[unlikely]] {
 #pragma unroll 1
-  for (int32_t base = first;;) {
-    if (!dealt || many) {
-      // SYNC: the table before is done with.
-      if (base > first || dealt) __syncthreads();
-      units = write_table(p, shared, base, end, before, [&](const Sequence& s) {
-        const bool rows_unseen = s.units == 0 || p.cu_seqlens_q != nullptr;
-        if (rows_unseen && !dealt && !clustered && s.batch % p.slices == slice) [[unlikely]] {
-          merger.store_unseen(s);
-        }
-      });
+    for (int32_t base = 0; base < p.batch; base += kAttending) {
+      write_table(p, shared, base, p.batch, 0, store_unseen);
+      total += table_units(shared);
+      // SYNC: the table is done with.
+      __syncthreads();
     }
-    if (!dealt) {
-      before += units;
-      base += kAttending;
-      if (base < end) continue;
-      share = Share::make(before, slice, clustered ? 1 : p.slices);
-      dealt = true;
-      base = first;
-      before = 0;
-      if (many) continue;
-    }
-    Walk walk = {0, max_of(share.from, before), min_of(share.to, before + units), 0, 0};
-    if (attends) {
-      const TableEntry& own = shared.table[threadIdx.x];
-      if (own.begin <= walk.at && walk.at < own.end) shared.first = static_cast<int32_t>(threadIdx.x);
-    }
-    // SYNC: the table is written.
-    __syncthreads();
-    walk.index = walk.at < walk.to ? shared.first : 0;
-    const bool any = walk.at < walk.to;
-    if (!attends) {
-      // PERF: the first queries go ahead of the first chunks, or they would wait for all of them.
-      if (any) sm90::bar_sync(kQueriesAsked, kThreads);
-      loader.run(walk, ring);
-      if (clustered) merger.wait_for_cluster();
-    } else {
-      const int32_t entries = min_of(end - base, kAttending);
-      bool asked = false;
+  }
 #pragma unroll 1
-      while (walk.next(p, shared)) {
-        const Sequence& sequence = shared.table[walk.index].sequence;
-        // 1. Queries and rules.
-        // SYNC: the part before is merged; Q will lie where its O does.
-        if constexpr (!Config::kQInRegisters) sync_attending();
-        if (!clustered) attention.load_queries(sequence);
-        if (!asked) sm90::bar_arrive(kQueriesAsked, kThreads);
-        asked = true;
-        if (walk.at < walk.to && walk.index + 1 < entries) {
-          attention.prefetch_queries(shared.table[walk.index + 1].sequence);
-        }
-        write_rules(p, shared, sequence);
-        // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace.
-        sync_attending();
-        attention.begin_part(sequence);
-        // 2. Chunks.
-        attend_part(p, shared, attention, walk, ring);
-        // 3. Rows.
-        attention.store(warp);
-        sync_attending();
-        if (clustered) {
-          merger.merge_cluster(sequence);
-        } else {
-          merger.share_part(walk, share);
-        }
+  for (int32_t base = 0; base < p.batch; base += kAttending) {
+    // SYNC: the table before is done with.
+    if (base > 0) __syncthreads();
+    // SYNC: the first barrier; what begin() did is seen behind it.
+    write_table(p, shared, base, p.batch, before, [&](const Sequence& s) {
+      if (!many) store_unseen(s);
+    });
+    const int32_t units = table_units(shared);
+    if (!many) total = units;
+    const Share share = Share::make(total, slice, p.slices);
+    Walk walk;
+    walk.at = max_of(share.from, before);
+    walk.to = min_of(share.to, before + units);
+    if (walk.at < walk.to) {
+      walk.index = find_sequence(shared, walk.at);
+      if (cta.attends()) {
+        attend_share(p, shared, cta, walk, share, min_of(p.batch - base, kAttending));
+      } else {
+        // PERF: the first queries go ahead of the first chunks, or they would wait for all of them.
+        sm90::bar_sync(kQueriesAsked, kThreads);
+        Loader<Config, Walk>{p, shared, cta.head, cta.warp - kWarps, walk}.run(cta.ring);
       }
     }
     before += units;
-    base += kAttending;
-    if (base >= end || before >= share.to) break;
+    if (before >= share.to) break;
   }
   // SYNC: not done before the kernel that it may have overtaken is.
   if (p.waits && threadIdx.x == 0) cudaGridDependencySynchronize();
+}
+
+// A cluster takes a sequence. PERF: which one is known before its length is.
+template <class Config>
+__global__ void __launch_bounds__(kThreads, 1) cluster_decode_kernel(const __grid_constant__ KernelParams p) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
+  const int32_t batch = static_cast<int32_t>(blockIdx.z);
+  Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.y));
+
+  typename Attention<Config>::QueryBits bits;
+  if (cta.attends()) cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
+  cta.begin();
+  // SYNC: the selected pages are the kernel before's.
+  if (p.selected != nullptr) cudaGridDependencySynchronize();
+  if (threadIdx.x == kThreads - 1) shared.table[0].sequence = read_sequence<Config::kChunk>(p, batch);
+  // SYNC: barriers, rows and the sequence are there.
+  __syncthreads();
+  if (!cta.attends()) {
+    Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - kWarps}.run(cta.ring);
+    cta.merger.wait_for_cluster();
+    return;
+  }
+  const Sequence& sequence = shared.table[0].sequence;
+  write_rules(p, shared, sequence);
+  // SYNC: the rules are written.
+  sync_attending();
+  cta.attention.take_queries(bits);
+  ClusterWalk walk;
+  walk.next(p, shared);
+  cta.attend(sequence, walk.begin, walk.end);
+  cta.merger.merge_cluster(sequence);
 }
 
 }  // namespace flashmsa::decode

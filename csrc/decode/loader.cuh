@@ -22,23 +22,21 @@ struct ChunkLayout {
 };
 
 // One warp for each chunk of a tile. They run ahead of those that attend by the stages of the ring.
-template <class Config>
+template <class Config, class Walk>
 struct Loader {
   static constexpr int32_t kChunk = Config::kChunk;
 
   const KernelParams& p;
   Shared<Config>& shared;
   const int32_t head, chunk;
-  Walk walk;
-  int32_t at;  // first chunk of the tile, in the part
-  int32_t page, slot;  // where this lane's piece, or row, of the chunk lies; the page as the table has it
+  Walk walk = {};
+  int32_t at = 0;  // first chunk of the tile, in the part
+  int32_t page = 0, slot = 0;  // where this lane's piece, or row, of the chunk lies; the page as the table has it
 
   __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
 
-  // Loads the tiles of the parts from `from` on.
-  __device__ __forceinline__ void run(const Walk& from, RingPlace& ring) {
-    walk = from;
-    walk.end = at = 0;
+  // Loads the tiles of the parts that are before `walk`.
+  __device__ __forceinline__ void run(RingPlace& ring) {
     bool more = advance();
 #pragma unroll 1
     while (more) {

@@ -267,18 +267,18 @@ struct Merger {
 
   // Stores the part that `walk` stands at; the last CTA to do so for its sequence merges all of them, in order.
   __device__ __forceinline__ void share_part(const Walk& walk, const Share& share) const {
-    const TableEntry& entry = shared.table[walk.index];
-    const Sequence& s = entry.sequence;
+    const Sequence& s = shared.table[walk.index].sequence;
     int32_t parts = s.units;
     int64_t own;
     Places places;
     if (p.plan == Plan::kBalanced) {
       // Every CTA has two places: for the part that its share begins with, and for one that begins later.
-      const int32_t slice = static_cast<int32_t>(blockIdx.y), first = share.slice_of(entry.begin);
-      parts = share.slice_of(entry.end - 1) - first + 1;
+      const int2 units = shared.units_of(walk.index);
+      const int32_t slice = static_cast<int32_t>(blockIdx.y), first = share.slice_of(units.x);
+      parts = share.slice_of(units.y - 1) - first + 1;
       const auto place = [&](int64_t at) { return (at * jobs + job) * 2; };
-      own = place(slice) + (share.from < entry.begin);
-      places = {place(first) + (share.begin_of(first) < entry.begin), place(first), 2 * jobs};
+      own = place(slice) + (share.from < units.x);
+      places = {place(first) + (share.begin_of(first) < units.x), place(first), 2 * jobs};
     } else {
       const int64_t first = (int64_t{s.batch} * jobs + job) * p.parts;
       own = first + walk.begin / s.unit;

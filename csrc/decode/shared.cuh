@@ -80,7 +80,12 @@ struct Sequence {
   }
 };
 
-// A row of the CTA's among the kv head's, whatever the sequence.
+// A row of a kv head.
+struct RowIndex {
+  int32_t query, head;
+};
+
+// The same, and where it lies, whatever the sequence.
 struct RowPlace {
   int64_t q_offset, out_offset, lse_offset;  // elements, from the sequence's first query and head 0
   int32_t query, head;
@@ -88,7 +93,7 @@ struct RowPlace {
 
 struct TableEntry {
   Sequence sequence;
-  int32_t begin, end;  // in units over all sequences
+  int32_t begin, end;  // in units, from the first of the 32 sequences that a warp wrote together
 };
 
 // Where a ring stands.
@@ -118,13 +123,20 @@ struct Shared {
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
+  TableEntry table[kAttending];  // sequences in a row
+  int32_t warp_units[kWarps];    // of 32 sequences of the table each
+  int32_t table_begin;           // units before the table
+  bool last;                     // this CTA's part was the last of its sequence
+
   static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
     return (stage * kWarps + chunk) * 2;
   }
-  TableEntry table[kAttending];  // sequences in a row
-  int32_t scan[kThreads / 32];
-  int32_t first;  // place in the table of the first sequence of the CTA's share
-  bool last;  // this CTA's part was the last of its sequence
+  // Where a sequence of the table begins and ends, in units over all sequences.
+  __device__ __forceinline__ int2 units_of(int32_t index) const {
+    int32_t before = table_begin;
+    for (int32_t warp = 0; warp < index / 32; ++warp) before += warp_units[warp];
+    return {before + table[index].begin, before + table[index].end};
+  }
 };
 
 }  // namespace flashmsa::decode

@@ -9,6 +9,13 @@
 
 namespace flashmsa::decode {
 
+// Row `row` of a kv head. PERF: with one query a sequence no division; rows behind the last have a query that there is not.
+__device__ __forceinline__ RowIndex row_index(const KernelParams& p, int32_t head, int32_t row) {
+  const uint32_t heads = p.q_heads_per_kv_head;
+  const int32_t query = p.len_q == 1 ? row >= p.q_heads_per_kv_head : static_cast<int32_t>(row / heads);
+  return {query, head * p.q_heads_per_kv_head + row - query * p.q_heads_per_kv_head};
+}
+
 // The keys of query i by the band alone.
 __device__ __forceinline__ mask::TwoRuns keys_of(const KernelParams& p, const Sequence& s, int32_t i) {
   if (!p.banded) [[likely]]
@@ -65,13 +72,11 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   s.pages = 0;
   find_chunks<kChunk>(p, s);
 
-  if (p.plan == Plan::kCluster) {
-    s.unit = s.chunks;
-    s.units = 1;
-  } else if (p.plan == Plan::kBalanced) {
+  s.unit = s.units = 0;
+  if (p.plan == Plan::kBalanced) {
     s.unit = kGrainKeys / kChunk;
     s.units = ceil_div(s.chunks, kGrainKeys / kChunk);
-  } else [[unlikely]] {
+  } else if (p.plan != Plan::kCluster) [[unlikely]] {
     int32_t parts = p.parts;
     if (p.plan == Plan::kInvariant) parts = min_of(parts, ceil_div(s.chunks, kInvariantKeys / kChunk));
     s.unit = max_of(ceil_div(s.chunks, max_of(parts, 1)), 1);
@@ -80,105 +85,111 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   return s;
 }
 
-// x * y / z, rounded down. PERF: a division of 64 bits takes several times as long.
-__device__ __forceinline__ int32_t scaled(uint32_t x, uint32_t y, uint32_t z) {
-  const uint64_t product = uint64_t{x} * y;
-  if (product >> 32 != 0) [[unlikely]]
-    return static_cast<int32_t>(product / z);
-  return static_cast<int32_t>(static_cast<uint32_t>(product) / z);
-}
-
-// A CTA's share: units [from, to) of all sequences' in a row. Of `total` units slice i of `slices` takes
-// [begin_of(i), begin_of(i + 1)); unit u is slice_of(u)'s.
+// A CTA's share: units [from, to) of all sequences' in a row. Slice i takes [begin_of(i), begin_of(i + 1)): the first `longer`
+// slices one unit more than the others. Unit u is slice_of(u)'s.
 struct Share {
-  int32_t from, to, total, slices;
+  int32_t from, to, each, longer;
 
-  __device__ __forceinline__ int32_t begin_of(int32_t slice) const {
-    return scaled(static_cast<uint32_t>(total), static_cast<uint32_t>(slice), static_cast<uint32_t>(slices));
-  }
+  __device__ __forceinline__ int32_t begin_of(int32_t slice) const { return slice * each + min_of(slice, longer); }
   __device__ __forceinline__ int32_t slice_of(int32_t unit) const {
-    // The last slice that begins at or before it: ceil((unit + 1) * slices / total) - 1.
-    const uint64_t last = (uint64_t{static_cast<uint32_t>(unit)} + 1) * static_cast<uint32_t>(slices) - 1;
-    const uint32_t units = static_cast<uint32_t>(total);
-    if (last >> 32 != 0) [[unlikely]]
-      return static_cast<int32_t>(last / units);
-    return static_cast<int32_t>(static_cast<uint32_t>(last) / units);
+    const uint32_t of_longer = longer * (each + 1), u = unit;
+    return static_cast<int32_t>(u < of_longer ? u / (each + 1u)
+                                              : longer + (u - of_longer) / static_cast<uint32_t>(max_of(each, 1)));
   }
-  // NOTE: no more slices than units, so that every slice between two of a sequence's has a part of it.
-  static __device__ __forceinline__ Share make(int32_t total, int32_t slice, int32_t most_slices) {
-    Share share = {0, 0, total, max_of(min_of(total, most_slices), 1)};
-    if (slice >= share.slices) return share;
+  // NOTE: with fewer units than slices the last slices have none, so that every slice between two of a sequence's has a part
+  // of it.
+  static __device__ __forceinline__ Share make(int32_t total, int32_t slice, int32_t slices) {
+    Share share;
+    share.each = static_cast<int32_t>(static_cast<uint32_t>(total) / static_cast<uint32_t>(slices));
+    share.longer = total - share.each * slices;
     share.from = share.begin_of(slice);
     share.to = share.begin_of(slice + 1);
     return share;
   }
 };
 
-// Inclusive sum over the threads of the block, and the sum of all.
-template <class Config>
-__device__ __forceinline__ int2 block_scan(Shared<Config>& shared, int32_t x) {
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// Fills the table with the sequences from `base` on, before which are `before` units, by the threads that attend; a thread
+// calls each(sequence) for its own. All threads go on when it is filled.
+// PERF: one barrier, which the caller's other work before it shares; sums over the warps are left to who needs them.
+template <class Config, class Each>
+__device__ __forceinline__ void write_table(const KernelParams& p, Shared<Config>& shared, int32_t base, int32_t end,
+                                            int32_t before, const Each& each) {
+  if (threadIdx.x < kAttending) {
+    const int32_t thread = static_cast<int32_t>(threadIdx.x), batch = base + thread;
+    int32_t units = 0;
+    if (batch < end) {
+      const Sequence s = read_sequence<Config::kChunk>(p, batch);
+      units = s.units;
+      shared.table[thread].sequence = s;
+      each(s);
+    }
+    int32_t sum = units;
 #pragma unroll
-  for (int32_t step = 1; step < 32; step *= 2) {
-    const int32_t below = __shfl_up_sync(~0u, x, step);
-    if (lane >= step) x += below;
+    for (int32_t step = 1; step < 32; step *= 2) {
+      const int32_t below = __shfl_up_sync(~0u, sum, step);
+      if (thread % 32 >= step) sum += below;
+    }
+    shared.table[thread].begin = sum - units;
+    shared.table[thread].end = sum;
+    if (thread % 32 == 31) shared.warp_units[thread / 32] = sum;
+    if (thread == 0) shared.table_begin = before;
   }
-  if (lane == 31) shared.scan[warp] = x;
+  // SYNC: the table is written.
   __syncthreads();
-  int32_t total = 0, before = 0;
-#pragma unroll
-  for (int32_t w = 0; w < kThreads / 32; ++w) {
-    if (w < warp) before += shared.scan[w];
-    total += shared.scan[w];
-  }
-  return {x + before, total};
 }
 
-// Fills the table with the sequences from `base` on, before which are `before` units. Returns their units. Calls
-// each(sequence) for every one, in one thread each.
-template <class Config, class Each>
-__device__ __forceinline__ int32_t write_table(const KernelParams& p, Shared<Config>& shared, int32_t base, int32_t end,
-                                               int32_t before, const Each& each) {
-  const int32_t batch = base + static_cast<int32_t>(threadIdx.x);
-  const bool writes = threadIdx.x < kAttending;
+// Units of the table.
+template <class Config>
+__device__ __forceinline__ int32_t table_units(const Shared<Config>& shared) {
   int32_t units = 0;
-  if (writes && batch < end) {
-    const Sequence s = read_sequence<Config::kChunk>(p, batch);
-    units = s.units;
-    shared.table[threadIdx.x].sequence = s;
-    each(s);
-  }
-  const int2 sum = block_scan(shared, units);
-  if (writes) {
-    shared.table[threadIdx.x].begin = before + sum.x - units;
-    shared.table[threadIdx.x].end = before + sum.x;
-  }
-  return sum.y;
+#pragma unroll
+  for (int32_t warp = 0; warp < kWarps; ++warp) units += shared.warp_units[warp];
+  return units;
+}
+
+// The place in the table of the sequence that unit `at`, which is in it, belongs to. All lanes of a warp together.
+template <class Config>
+__device__ __forceinline__ int32_t find_sequence(const Shared<Config>& shared, int32_t at) {
+  int32_t warp = 0;
+  at -= shared.table_begin;
+  for (; at >= shared.warp_units[warp]; ++warp) at -= shared.warp_units[warp];
+  const uint32_t behind = __ballot_sync(~0u, shared.table[warp * 32 + threadIdx.x % 32].end > at);
+  return warp * 32 + __ffs(behind) - 1;
 }
 
 // Goes through the parts of a share whose sequences are in the table.
 struct Walk {
-  int32_t index;  // in the table
-  int32_t at, to;  // units
-  int32_t begin, end;  // chunks of the part
+  int32_t index = 0;  // in the table
+  int32_t at = 0, to = 0;  // units
+  int32_t begin = 0, end = 0;  // chunks of the part
 
   template <class Config>
   __device__ __forceinline__ bool next(const KernelParams& p, const Shared<Config>& shared) {
     if (at >= to) return false;
-    while (at >= shared.table[index].end) ++index;
-    const TableEntry& entry = shared.table[index];
-    const Sequence& s = entry.sequence;
-    if (p.plan == Plan::kCluster) {
-      const int32_t rank = static_cast<int32_t>(blockIdx.x);
-      begin = s.chunks * rank / kClusterSize;
-      end = s.chunks * (rank + 1) / kClusterSize;
-      at = to;
-      return true;
-    }
-    const int32_t first = at - entry.begin;
-    at = p.plan == Plan::kBalanced ? min_of(to, entry.end) : at + 1;
+    int2 units = shared.units_of(index);
+    while (at >= units.y) units = shared.units_of(++index);
+    const Sequence& s = shared.table[index].sequence;
+    const int32_t first = at - units.x;
+    at = p.plan == Plan::kBalanced ? min_of(to, units.y) : at + 1;
     begin = first * s.unit;
-    end = min_of((at - entry.begin) * s.unit, s.chunks);
+    end = min_of((at - units.x) * s.unit, s.chunks);
+    return true;
+  }
+};
+
+// The one part of a CTA in a cluster: a share of the chunks of the table's only sequence.
+struct ClusterWalk {
+  static constexpr int32_t index = 0;
+  bool done = false;
+  int32_t begin = 0, end = 0;
+
+  template <class Config>
+  __device__ __forceinline__ bool next(const KernelParams&, const Shared<Config>& shared) {
+    if (done) return false;
+    const int32_t rank = static_cast<int32_t>(blockIdx.x), chunks = shared.table[0].sequence.chunks;
+    begin = chunks * rank / kClusterSize;
+    end = chunks * (rank + 1) / kClusterSize;
+    done = true;
     return true;
   }
 };

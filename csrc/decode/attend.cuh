@@ -129,8 +129,13 @@ struct Attention {
     whole.begin = __reduce_max_sync(~0u, keys.z);
     whole.end = __reduce_min_sync(~0u, keys.w);
     if (p.tree_bits != nullptr) whole.end = min_of(whole.end, s.kv_len - s.queries);
-    whole_chunks = {0, 0};
-    if (p.selected != nullptr) return;
+    if (p.selected != nullptr) [[unlikely]] {
+      // Of the pages in use only the last one, which the last one listed may be, can end behind what all rows see.
+      const int32_t last_begins = (s.kv_len - 1) / p.page_size * p.page_size;
+      const bool all_before = whole.begin <= 0 && whole.end >= last_begins;
+      whole_chunks = {0, all_before ? max_of(s.pages - 1, 0) * p.page_size / kChunk : 0};
+      return;
+    }
     const int32_t shift = s.first_chunks - s.main_begin;
     whole_chunks.begin = max_of(ceil_div(whole.begin, kChunk) + shift, s.first_chunks);
     whole_chunks.end = whole.end / kChunk + shift;

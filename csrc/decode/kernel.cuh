@@ -257,25 +257,33 @@ __global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_
 
 // A cluster takes a sequence. PERF: which one is known before its length is.
 template <class Config>
-__global__ void __launch_bounds__(kThreads, 1) cluster_decode_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(kThreads, Config::kCtas)
+    cluster_decode_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   const int32_t batch = static_cast<int32_t>(blockIdx.z);
   Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.y));
+  sm90::cluster_arrive_relaxed();
 
-  typename Attention<Config>::QueryBits bits;
-  if (cta.attends()) cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
-  cta.begin();
-  // SYNC: the selected pages are the kernel before's.
-  if (p.selected != nullptr) cudaGridDependencySynchronize();
-  if (threadIdx.x == kThreads - 1) shared.table[0].sequence = read_sequence<Config::kChunk>(p, batch);
-  // SYNC: barriers, rows and the sequence are there.
-  __syncthreads();
   if (!cta.attends()) {
+    if constexpr (Config::kCtas > 1) sm90::setmaxnreg_dec<Config::kRegistersLoading>();
+    cta.begin();
+    if (threadIdx.x == kThreads - 1) {
+      // SYNC: the selected pages are the kernel before's.
+      if (p.selected != nullptr) cudaGridDependencySynchronize();
+      shared.table[0].sequence = read_sequence<Config::kChunk>(p, batch);
+    }
+    // SYNC: barriers, rows and the sequence are there.
+    __syncthreads();
     Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - kWarps}.run(cta.ring);
-    cta.merger.wait_for_cluster();
+    cta.merger.wait_for_cluster(shared.table[0].sequence);
     return;
   }
+  if constexpr (Config::kCtas > 1) sm90::setmaxnreg_inc<Config::kRegistersAttending>();
+  typename Attention<Config>::QueryBits bits;
+  cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
+  // SYNC: barriers, rows and the sequence are there.
+  __syncthreads();
   const Sequence& sequence = shared.table[0].sequence;
   write_rules(p, shared, sequence);
   // SYNC: the rules are written.

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -16,10 +17,30 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
-// PERF: clusters of 8 that leave an eighth of the SMs idle all find room at once. Up to here a cluster a sequence and head is faster than all SMs and a merge through memory.
-inline constexpr int32_t kClusterKeys = 8192;
+// PERF: up to so many keys a cluster a sequence and head is faster than all SMs and a merge through memory; beyond, where
+// clusters fill the SMs and sequences are equal. Above kSmallClusterKeys clusters are of 16 CTAs where so many fit.
+inline constexpr int32_t kClusterKeys = 8192, kSmallClusterKeys = 2048;
 // PERF: streams of at most a few times the L2 are faster when they leave it at once.
 inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
+
+// A launch of clusters of `size` CTAs. `attribute` outlives it.
+template <class Config>
+cudaLaunchConfig_t cluster_config(int32_t size, int32_t jobs, int32_t batch, cudaLaunchAttribute& attribute) {
+  const auto kernel = cluster_decode_kernel<Config>;
+  FLASHMSA_CHECK_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<Config>)));
+  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = size;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(size, jobs, batch);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Shared<Config>);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return config;
+}
 
 // The grid of one call and its workspace; from shapes alone.
 struct Grid {
@@ -33,8 +54,53 @@ struct Grid {
   size_t counters, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
 };
 
-inline void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
+inline bool is_banded(const PagedParams& p) { return mask::Composite::bounded(p.band) || p.tree_bits != nullptr; }
+
+// All sequences have the same work, as far as the host can tell.
+inline bool equal_work(const PagedParams& p) {
+  return p.kv_lens == nullptr && p.query_pages == nullptr && p.cu_seqlens_q == nullptr && !is_banded(p);
+}
+
+// Clusters of a size that run at once on the current device.
+template <class Config>
+int32_t clusters_at_once(int32_t size) {
+  constexpr int kDevices = 64;
+  static std::atomic<int32_t> known[kDevices][2] = {};  // and 1
+  int device = 0;
+  FLASHMSA_CHECK_CUDA(cudaGetDevice(&device));
+  std::atomic<int32_t>& slot = known[device % kDevices][size == 16];
+  if (const int32_t found = slot.load(std::memory_order_relaxed); found > 0) return found - 1;
+  int count = 0;
+  cudaLaunchAttribute attribute;
+  cudaLaunchConfig_t config = cluster_config<Config>(size, 1, 1, attribute);
+  if (cudaOccupancyMaxActiveClusters(&count, cluster_decode_kernel<Config>, &config) != cudaSuccess) {
+    count = 0;
+    cudaGetLastError();
+  }
+  slot.store(count + 1, std::memory_order_relaxed);
+  return count;
+}
+
+// CTAs of a cluster for each sequence and head; 0: no clusters.
+template <class Config>
+int32_t cluster_size(const PagedParams& p, int32_t num_sms, const Grid& grid) {
   const int64_t clusters = int64_t{p.batch} * grid.jobs;
+  if (p.cu_seqlens_q != nullptr || clusters == 0 || clusters * 8 > num_sms) return 0;
+  int32_t size = grid.capacity > kSmallClusterKeys && clusters * 16 <= num_sms ? 16 : 8;
+  if (size == 16 && clusters > clusters_at_once<Config>(16)) size = 8;
+  const bool fills = clusters * size * 8 >= num_sms * 7;
+  if (grid.capacity > kClusterKeys && !(fills && equal_work(p))) return 0;
+  return clusters <= clusters_at_once<Config>(size) ? size : 0;
+}
+
+// No sequence is cut where a CTA's share begins or ends.
+inline bool whole_sequences(const PagedParams& p, const Grid& grid) {
+  const int64_t units = ceil_div(grid.capacity, kGrainKeys), total = units * p.batch;
+  return equal_work(p) && units > 0 && total % grid.slices == 0 && total / grid.slices % units == 0;
+}
+
+template <class Config>
+void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
   grid.parts = 1;
   if (p.num_splits > 0) {
     grid.plan = Plan::kFixed;
@@ -42,11 +108,10 @@ inline void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
   } else if (p.batch_invariant) {
     grid.plan = Plan::kInvariant;
     grid.parts = kInvariantParts;
-  } else if (p.cu_seqlens_q == nullptr && clusters > 0 && clusters * kClusterSize * 8 <= num_sms * 7 &&
-             grid.capacity <= kClusterKeys) {
+  } else if (const int32_t size = cluster_size<Clustered<Config>>(p, num_sms, grid); size > 0) {
     grid.plan = Plan::kCluster;
-    grid.slices = kClusterSize;
-    grid.ctas = static_cast<int32_t>(clusters * kClusterSize);
+    grid.slices = size;
+    grid.ctas = p.batch * grid.jobs * size;
     return;
   } else {
     grid.plan = Plan::kBalanced;
@@ -74,9 +139,10 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
   const int32_t tiles = ceil_div(grid.rows, kTileRows);
   grid.row_tiles_log2 = tiles <= 1 ? 0 : tiles == 2 ? 1 : 2;
   grid.jobs = p.heads_kv * grid.row_groups;
-  choose_plan(p, num_sms, grid);
+  choose_plan<Config>(p, num_sms, grid);
 
-  grid.shared = grid.plan == Plan::kBalanced ? grid.slices > 1 : grid.parts > 1;
+  grid.shared = grid.plan == Plan::kBalanced ? grid.slices > 1 && !whole_sequences(p, grid)
+                                             : grid.plan != Plan::kCluster && grid.parts > 1;
   if (grid.shared) {
     grid.parts_in_all =
         grid.plan == Plan::kBalanced ? int64_t{2} * grid.ctas : int64_t{p.batch} * grid.jobs * grid.parts;
@@ -99,8 +165,6 @@ template <class Config>
 size_t workspace_bytes(const PagedParams& p, int32_t num_sms) {
   return make_grid<Config>(p, num_sms).bytes;
 }
-
-inline bool is_banded(const PagedParams& p) { return mask::Composite::bounded(p.band) || p.tree_bits != nullptr; }
 
 template <class Config>
 void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
@@ -209,29 +273,27 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
     prepare(p, before, grid.capacity, stream);
   }
 
-  const auto kernel =
-      grid.plan == Plan::kCluster ? cluster_decode_kernel<Config> : paged_decode_kernel<Config>;
+  cudaLaunchAttribute attribute;
+  if (grid.plan == Plan::kCluster) {
+    // With selected pages it has a kernel before it too, and waits for it as any kernel does.
+    cudaLaunchConfig_t config = cluster_config<Clustered<Config>>(grid.slices, grid.jobs, p.batch, attribute);
+    config.stream = stream;
+    FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, cluster_decode_kernel<Clustered<Config>>, params));
+    return;
+  }
+  const auto kernel = paged_decode_kernel<Config>;
   constexpr size_t kSharedBytes = sizeof(Shared<Config>);
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  cudaLaunchAttribute attributes[1];
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid.plan == Plan::kCluster ? dim3(kClusterSize, grid.jobs, p.batch) : dim3(grid.jobs, grid.slices);
+  config.gridDim = dim3(grid.jobs, grid.slices);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 1;
-  if (grid.plan == Plan::kCluster) {
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = kClusterSize;
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    // A cluster plan with selected pages has a kernel before it too, and waits for it as any kernel does.
-  } else {
-    // The kernel's launch, and all it does up to its first merge, overlap the one before (programmatic dependent launch).
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    config.numAttrs = params.waits ? 1 : 0;
-  }
+  config.attrs = &attribute;
+  // The kernel's launch, and all it does up to its first merge, overlap the one before (programmatic dependent launch).
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.numAttrs = params.waits ? 1 : 0;
   FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
 

@@ -161,44 +161,63 @@ struct Merger {
 
   // ---- Parts of the CTAs of a cluster, through each other's shared memory ---------------------------------------------
 
+  // Rows are dealt to the CTAs; each sends its parts to the row's. Sixteen rows at a time: so many parts of rows arrive at
+  // most. PERF: stores into another CTA's memory pass while the barrier does; loads from it would take a round trip behind.
   __device__ __forceinline__ void merge_cluster(const Sequence& s) const {
-    const int32_t rows = rows_of(s);
+    const int32_t rows = rows_of(s), size_log2 = gridDim.x == 16 ? 4 : 3, rank = static_cast<int32_t>(blockIdx.x);
     const Items mine = items();
-#pragma unroll 2
-    for (int32_t row = mine.row; row < rows; row += mine.step) {
-      const RowPart part = of_warps(row, mine.column);
-      // In the place of the first warp's, which nobody else reads.
-      *reinterpret_cast<float4*>(&shared.o[row / kTileRows][row % kTileRows][mine.column]) = part.o;
-      if (mine.column == 0) shared.merged_ml[row] = {part.reference, part.sum};
-    }
-    // SYNC: every CTA's parts are there.
-    sm90::cluster_sync();
-    const int32_t turn = static_cast<int32_t>(sm90::cluster_rank());
+    // SYNC: every CTA of the cluster has begun, so that its memory is there.
+    sm90::cluster_wait();
 #pragma unroll 1
-    for (int32_t row = mine.row + turn * mine.step; row < rows; row += kClusterSize * mine.step) {
-      const uint32_t o =
-          static_cast<uint32_t>(__cvta_generic_to_shared(&shared.o[row / kTileRows][row % kTileRows][mine.column]));
-      const uint32_t ml = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.merged_ml[row]));
-      float2 mls[kClusterSize];
-      float4 os[kClusterSize];
-#pragma unroll
-      for (uint32_t rank = 0; rank < kClusterSize; ++rank) {
-        mls[rank] = sm90::load_cluster_float2(sm90::map_shared(ml, rank));
-        os[rank] = sm90::load_cluster_float4(sm90::map_shared(o, rank));
+    for (int32_t base = 0; base < rows; base += kTileRows) {
+      const int32_t here = min_of(rows - base, kTileRows);
+      // SYNC: the rows before are read.
+      if (base > 0) sm90::cluster_sync();
+#pragma unroll 1
+      for (int32_t row = mine.row; row < here; row += mine.step) {
+        const RowPart part = of_warps(base + row, mine.column);
+        const uint32_t target = row & ((1 << size_log2) - 1);
+        const int32_t place = (row >> size_log2 << size_log2) + rank;
+        sm90::store_cluster(sm90::map_shared(shared_address(&shared.pushed[place][mine.column]), target), part.o);
+        if (mine.column == 0) {
+          sm90::store_cluster(sm90::map_shared(shared_address(&shared.pushed_ml[place]), target),
+                              make_float2(part.reference, part.sum));
+        }
       }
-      RowPart part;
-      part.add(mls, os);
-      store(s, row, mine.column, part);
+      // SYNC: every CTA's parts are there.
+      sm90::cluster_sync();
+#pragma unroll 1
+      for (int32_t n = mine.row; (n << size_log2) + rank < here; n += mine.step) {
+        RowPart part;
+#pragma unroll 1
+        for (int32_t place = n << size_log2; place < (n + 1) << size_log2; place += 8) {
+          float2 ml[8];
+          float4 o[8];
+#pragma unroll
+          for (int32_t i = 0; i < 8; ++i) {
+            ml[i] = shared.pushed_ml[place + i];
+            o[i] = *reinterpret_cast<const float4*>(&shared.pushed[place + i][mine.column]);
+          }
+          part.add(ml, o);
+        }
+        store(s, base + (n << size_log2) + rank, mine.column, part);
+      }
     }
-    // SYNC: no CTA leaves while another reads its shared memory.
-    sm90::cluster_sync_relaxed();
   }
 
-  // For the warp that has no part in it.
-  __device__ __forceinline__ void wait_for_cluster() const {
+  // For the warps that have no part in it.
+  __device__ __forceinline__ void wait_for_cluster(const Sequence& s) const {
+    const int32_t rows = rows_of(s);
     __syncwarp();
-    sm90::cluster_sync_relaxed();
-    sm90::cluster_sync_relaxed();
+    sm90::cluster_wait();
+    for (int32_t base = 0; base < rows; base += kTileRows) {
+      if (base > 0) sm90::cluster_sync();
+      sm90::cluster_sync();
+    }
+  }
+
+  static __device__ __forceinline__ uint32_t shared_address(const void* x) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(x));
   }
 
   // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------
@@ -299,7 +318,7 @@ struct Merger {
     if (rows_of(s) * p.head_dim_v / 4 <= kAttending) {
       merge_parts<1, 16>(s, places, parts);
     } else {
-      merge_parts<4, 3>(s, places, parts);
+      merge_parts<2, 8>(s, places, parts);
     }
   }
 };

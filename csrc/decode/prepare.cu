@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "core/cuda_check.h"
+#include "sm90/async_copy.cuh"
 
 namespace flashmsa::decode {
 namespace {
@@ -29,13 +30,22 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
   }
   if (p.query_pages == nullptr) return;
 
+  // PERF: what the steps below wait for is asked for together: three round trips to memory become one.
+  const int32_t* listed = p.query_pages + int64_t{batch} * p.pages_per_block;
+  const int32_t first = thread < p.pages_per_block ? listed[thread] : -1;
+  const int32_t* table =
+      pages.block_table == nullptr ? nullptr : pages.block_table + batch * pages.block_table_stride;
+  if (table != nullptr) {
+    for (int32_t page = thread * 32; page < pages.max_pages; page += kPrepareThreads * 32) {
+      sm90::prefetch_l2(table + page);
+    }
+  }
   const int32_t kv_len = pages.kv_lens == nullptr ? pages.capacity : clamp(pages.kv_lens[batch], 0, pages.capacity);
   const int32_t in_use = ceil_div(kv_len, pages.page_size), words = ceil_div(in_use, 32);
   for (int32_t word = thread; word < words; word += kPrepareThreads) bits[word] = 0;
   __syncthreads();
-  const int32_t* listed = p.query_pages + int64_t{batch} * p.pages_per_block;
   for (int32_t i = thread; i < p.pages_per_block; i += kPrepareThreads) {
-    const int32_t page = listed[i];
+    const int32_t page = i == thread ? first : listed[i];
     if (page >= 0 && page < in_use) atomicOr(&bits[page / 32], 1u << page % 32);
   }
   __syncthreads();
@@ -60,8 +70,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
     }
     for (; left != 0; left &= left - 1, ++place) {
       const int32_t logical = word * 32 + __ffs(left) - 1;
-      const int32_t physical =
-          pages.block_table == nullptr ? batch : pages.block_table[batch * pages.block_table_stride + logical];
+      const int32_t physical = table == nullptr ? batch : table[logical];
       selected[place] = {logical, clamp(physical, 0, pages.num_pages - 1)};
     }
     __syncthreads();

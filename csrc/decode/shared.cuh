@@ -58,7 +58,7 @@ struct KernelParams {
   float alibi_factor;
 
   Plan plan;
-  int32_t slices;  // CTAs of a head; clusters: of a sequence and head
+  int32_t slices;  // CTAs of a head; clusters: CTAs of one, 8 or 16
   int32_t parts;   // kFixed; kInvariant: at most so many
   float* part_o;   // (parts in all, part_rows, head_dim_v)
   float2* part_ml; // (parts in all, part_rows): reference and sum
@@ -115,7 +115,9 @@ struct Shared {
   // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
   alignas(16) float o[kWarps][kTileRows][Config::kORow];
   float2 ml[kWarps][kTileRows];  // reference and sum of each warp's rows
-  float2 merged_ml[kGroupRows];
+  // Parts of rows that the CTAs of a cluster sent here.
+  alignas(16) float pushed[Config::kPushedRows][Config::kHeadDim];
+  float2 pushed_ml[Config::kPushedRows];
   RowPlace rows[kGroupRows];
   int4 keys[kGroupRows];  // of each row: first run, main run
   uint32_t tree[kGroupRows];
@@ -123,7 +125,7 @@ struct Shared {
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
-  TableEntry table[kAttending];  // sequences in a row
+  TableEntry table[Config::kTable];  // sequences in a row
   int32_t warp_units[kWarps];    // of 32 sequences of the table each
   int32_t table_begin;           // units before the table
   bool last;                     // this CTA's part was the last of its sequence

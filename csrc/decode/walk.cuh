@@ -187,8 +187,9 @@ struct ClusterWalk {
   __device__ __forceinline__ bool next(const KernelParams&, const Shared<Config>& shared) {
     if (done) return false;
     const int32_t rank = static_cast<int32_t>(blockIdx.x), chunks = shared.table[0].sequence.chunks;
-    begin = chunks * rank / kClusterSize;
-    end = chunks * (rank + 1) / kClusterSize;
+    const int32_t size_log2 = gridDim.x == 16 ? 4 : 3;
+    begin = chunks * rank >> size_log2;
+    end = chunks * (rank + 1) >> size_log2;
     done = true;
     return true;
   }

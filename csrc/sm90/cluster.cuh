@@ -19,34 +19,27 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// The same where there is nothing to be seen behind it: it waits for no store.
-__device__ __forceinline__ void cluster_sync_relaxed() {
-  asm volatile(
-      "barrier.cluster.arrive.relaxed.aligned;\n"
-      "barrier.cluster.wait.aligned;" ::
-          : "memory");
+// Both halves of it, with nothing to be seen behind them: who has passed the second knows that all have come to the first.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// mapa: where the variable at `shared_address` lies in CTA `rank` of the cluster, for the loads below.
+// mapa: where the variable at `shared_address` lies in CTA `rank` of the cluster, for the stores below.
 __device__ __forceinline__ uint32_t map_shared(uint32_t shared_address, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address), "r"(rank));
   return address;
 }
 
-__device__ __forceinline__ float4 load_cluster_float4(uint32_t cluster_address) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(cluster_address)
+__device__ __forceinline__ void store_cluster(uint32_t cluster_address, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
                : "memory");
-  return x;
 }
 
-__device__ __forceinline__ float2 load_cluster_float2(uint32_t cluster_address) {
-  float2 x;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(cluster_address) : "memory");
-  return x;
+__device__ __forceinline__ void store_cluster(uint32_t cluster_address, float2 x) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(cluster_address), "f"(x.x), "f"(x.y) : "memory");
 }
 
 }  // namespace flashmsa::sm90

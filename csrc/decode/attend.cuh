@@ -113,6 +113,7 @@ struct Attention {
   // Brings the queries of a sequence, of all tiles, to the L2; by the threads that attend. PERF: behind the chunks that are
   // in flight they would take microseconds from memory.
   __device__ __forceinline__ void prefetch_queries(const Sequence& s) const {
+    if (threadIdx.x / 2 >= kGroupRows) return;
     const RowPlace& place = shared.rows[threadIdx.x / 2];
     if (place.query >= s.queries) return;
     const Element* from = static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch +

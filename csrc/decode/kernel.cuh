@@ -1,8 +1,8 @@
 // Attention of few queries to long caches on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V.
 //
-// Roles       four warps attend, four load a chunk of each tile. The rows of a kv head, its query heads for every query, fill 1, 2 or 4 tiles of
+// Roles       four or eight warps attend, four load, a chunk or two of each tile. The rows of a kv head, its query heads for every query, fill 1, 2 or 4 tiles of
 //             16; each warp has one tile and, with the others of that tile, deals out the chunks of keys.
-// Shared      a ring of tiles of K and V, four chunks each; O, references and sums of the warps: shared.cuh.
+// Shared      a ring of tiles of K and V, a chunk for each warp; O, references and sums of the warps: shared.cuh.
 // Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk.
 // Schedule    0. find the CTA's share from the lengths
 //             1. a part: queries to registers, the rows' keys to shared memory
@@ -93,11 +93,11 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
 template <class Config>
 __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config>& shared, Attention<Config>& attention,
                                             const Sequence& sequence, int32_t begin, int32_t end, RingPlace& ring) {
-  const int32_t group = threadIdx.x / 32 >> p.row_tiles_log2, groups = kWarps >> p.row_tiles_log2;
+  const int32_t group = threadIdx.x / 32 >> p.row_tiles_log2, groups = Config::kWarps >> p.row_tiles_log2;
 #pragma unroll 1
-  for (int32_t tile = begin; tile < end; tile += kWarps) {
+  for (int32_t tile = begin; tile < end; tile += Config::kWarps) {
 #pragma unroll 1
-    for (int32_t chunk = group; chunk < kWarps; chunk += groups) {
+    for (int32_t chunk = group; chunk < Config::kWarps; chunk += groups) {
       const int32_t slot = Shared<Config>::k_slot(ring.stage, chunk);
       if (tile + chunk < end) [[likely]] {
         attend_chunk(p, shared, attention, sequence, tile + chunk, slot, ring.parity);
@@ -135,11 +135,23 @@ struct Cta {
         merger{params, shared, head, group_row, job, params.heads_kv * params.row_groups},
         attention(params, shared, warp & ((1 << params.row_tiles_log2) - 1)) {}
 
-  __device__ __forceinline__ bool attends() const { return warp < kWarps; }
+  __device__ __forceinline__ bool attends() const { return warp < Config::kWarps; }
+
+  // Registers go from the warps that load to those that attend.
+  template <bool kAttends>
+  __device__ __forceinline__ void take_registers() const {
+    if constexpr (Config::kRegistersLoading == 0) {
+      // As they were compiled.
+    } else if constexpr (kAttends) {
+      sm90::setmaxnreg_inc<Config::kRegistersAttending>();
+    } else {
+      sm90::setmaxnreg_dec<Config::kRegistersLoading>();
+    }
+  }
 
   // Barriers by the first warp that loads, rows by the next two; before the first block barrier.
   __device__ __forceinline__ void begin() const {
-    if (warp == kWarps) {
+    if (warp == Config::kWarps) {
       // PERF: one thread, known as one to the compiler, or each becomes a loop over lanes.
       if (sm90::elect()) {
         const uint32_t arrivals = p.by_tma ? 1 : 32, readers = 1 << p.row_tiles_log2;
@@ -154,7 +166,7 @@ struct Cta {
       }
       __syncwarp();
     }
-    write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - kAttending - 32);
+    write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - Config::kAttending - 32);
   }
 
   // 2 and 3 of a part, up to its rows in shared memory; after its rules are written.
@@ -163,7 +175,7 @@ struct Cta {
     attend_part(p, shared, attention, sequence, begin, end, ring);
     attention.store(warp);
     // SYNC: the rows of all warps are there.
-    sync_attending();
+    sync_attending<Config>();
   }
 };
 
@@ -181,83 +193,106 @@ __device__ __forceinline__ void attend_share(const KernelParams& p, Shared<Confi
     // 1. Queries and rules.
     typename Attention<Config>::QueryBits bits;
     cta.attention.ask_queries(sequence, cta.head, cta.group_row, bits);
-    if (!asked) sm90::bar_arrive(kQueriesAsked, kThreads);
+    if (!asked) sm90::bar_arrive(kQueriesAsked, Config::kThreads);
     asked = true;
     if (walk.at < walk.to && walk.index + 1 < entries) {
       cta.attention.prefetch_queries(shared.table[walk.index + 1].sequence);
     }
     write_rules(p, shared, sequence);
     // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace, or Q.
-    sync_attending();
+    sync_attending<Config>();
     cta.attention.take_queries(bits);
     cta.attend(sequence, walk.begin, walk.end);
     cta.merger.share_part(walk, share);
   }
 }
 
-// Every CTA takes a share of all sequences.
-template <class Config>
-__global__ void __launch_bounds__(kThreads, 1) paged_decode_kernel(const __grid_constant__ KernelParams p) {
-  extern __shared__ __align__(1024) char shared_memory[];
-  auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
+// Finds the CTA's share, a table of sequences at a time, and calls work(walk, share, sequences in the table) for each table in
+// which it has some. By all threads, the two roles apart: `kAttends` is what fills tables.
+template <bool kAttends, class Config, class Work>
+__device__ __forceinline__ void walk_share(const KernelParams& p, Shared<Config>& shared, const Cta<Config>& cta,
+                                           const Work& work) {
   const int32_t slice = static_cast<int32_t>(blockIdx.y);
-  Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.x));
-  cta.begin();
-  // SYNC: the selected pages are the kernel before's.
-  if (p.selected != nullptr) cudaGridDependencySynchronize();
-  cta.merger.clear_outside();
-
-  // 0. The share. Where one table does not hold all sequences, once through them for their sum.
-  const auto store_unseen = [&](const Sequence& s) {
-    if (s.units > 0 && p.cu_seqlens_q == nullptr) [[likely]]
+  // SYNC: behind the barrier, as it reads the CTA's rows too.
+  const auto store_unseen = [&](bool unseen) {
+    if (!unseen) [[likely]]
       return;
+    const Sequence& s = shared.table[threadIdx.x].sequence;
     if (s.batch % p.slices == slice) cta.merger.store_unseen(s);
   };
-  const bool many = p.batch > kAttending;
+  const bool many = p.batch > kTable;
   int32_t total = 0, before = 0;
   if (many) [[unlikely]] {
+    // One table does not hold all sequences: once through them for their sum.
 #pragma unroll 1
-    for (int32_t base = 0; base < p.batch; base += kAttending) {
-      write_table(p, shared, base, p.batch, 0, store_unseen);
+    for (int32_t base = 0; base < p.batch; base += kTable) {
+      bool unseen = false;
+      if constexpr (kAttends) unseen = write_table(p, shared, base, 0);
+      // SYNC: the table is written.
+      __syncthreads();
       total += table_units(shared);
+      store_unseen(unseen);
       // SYNC: the table is done with.
       __syncthreads();
     }
   }
 #pragma unroll 1
-  for (int32_t base = 0; base < p.batch; base += kAttending) {
+  for (int32_t base = 0; base < p.batch; base += kTable) {
     // SYNC: the table before is done with.
     if (base > 0) __syncthreads();
-    // SYNC: the first barrier; what begin() did is seen behind it.
-    write_table(p, shared, base, p.batch, before, [&](const Sequence& s) {
-      if (!many) store_unseen(s);
-    });
+    bool unseen = false;
+    if constexpr (kAttends) unseen = write_table(p, shared, base, before);
+    // SYNC: the table is written; the first time also barriers and rows.
+    __syncthreads();
     const int32_t units = table_units(shared);
-    if (!many) total = units;
+    if (!many) {
+      total = units;
+      store_unseen(unseen);
+    }
     const Share share = Share::make(total, slice, p.slices);
     Walk walk;
     walk.at = max_of(share.from, before);
     walk.to = min_of(share.to, before + units);
     if (walk.at < walk.to) {
       walk.index = find_sequence(shared, walk.at);
-      if (cta.attends()) {
-        attend_share(p, shared, cta, walk, share, min_of(p.batch - base, kAttending));
-      } else {
-        // PERF: the first queries go ahead of the first chunks, or they would wait for all of them.
-        sm90::bar_sync(kQueriesAsked, kThreads);
-        Loader<Config, Walk>{p, shared, cta.head, cta.warp - kWarps, walk}.run(cta.ring);
-      }
+      work(walk, share, min_of(p.batch - base, kTable));
     }
     before += units;
     if (before >= share.to) break;
   }
+}
+
+// Every CTA takes a share of all sequences.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    paged_decode_kernel(const __grid_constant__ KernelParams p) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
+  Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.x));
+  // SYNC: the selected pages are the kernel before's.
+  if (p.selected != nullptr) cudaGridDependencySynchronize();
+  if (!cta.attends()) {
+    cta.template take_registers<false>();
+    cta.begin();
+    walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {
+      // PERF: the first queries go ahead of the first chunks, or they would wait for all of them.
+      sm90::bar_sync(kQueriesAsked, Config::kThreads);
+      Loader<Config, Walk>{p, shared, cta.head, cta.warp - Config::kWarps, walk}.run(cta.ring);
+    });
+    return;
+  }
+  cta.template take_registers<true>();
+  cta.merger.clear_outside();
+  walk_share<true>(p, shared, cta, [&](const Walk& walk, const Share& share, int32_t entries) {
+    attend_share(p, shared, cta, walk, share, entries);
+  });
   // SYNC: not done before the kernel that it may have overtaken is.
   if (p.waits && threadIdx.x == 0) cudaGridDependencySynchronize();
 }
 
 // A cluster takes a sequence. PERF: which one is known before its length is.
 template <class Config>
-__global__ void __launch_bounds__(kThreads, Config::kCtas)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     cluster_decode_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
@@ -266,20 +301,20 @@ __global__ void __launch_bounds__(kThreads, Config::kCtas)
   sm90::cluster_arrive_relaxed();
 
   if (!cta.attends()) {
-    if constexpr (Config::kCtas > 1) sm90::setmaxnreg_dec<Config::kRegistersLoading>();
+    cta.template take_registers<false>();
     cta.begin();
-    if (threadIdx.x == kThreads - 1) {
+    if (threadIdx.x == Config::kThreads - 1) {
       // SYNC: the selected pages are the kernel before's.
       if (p.selected != nullptr) cudaGridDependencySynchronize();
       shared.table[0].sequence = read_sequence<Config::kChunk>(p, batch);
     }
     // SYNC: barriers, rows and the sequence are there.
     __syncthreads();
-    Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - kWarps}.run(cta.ring);
+    Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps}.run(cta.ring);
     cta.merger.wait_for_cluster(shared.table[0].sequence);
     return;
   }
-  if constexpr (Config::kCtas > 1) sm90::setmaxnreg_inc<Config::kRegistersAttending>();
+  cta.template take_registers<true>();
   typename Attention<Config>::QueryBits bits;
   cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
   // SYNC: barriers, rows and the sequence are there.
@@ -287,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, Config::kCtas)
   const Sequence& sequence = shared.table[0].sequence;
   write_rules(p, shared, sequence);
   // SYNC: the rules are written.
-  sync_attending();
+  sync_attending<Config>();
   cta.attention.take_queries(bits);
   ClusterWalk walk;
   walk.next(p, shared);

@@ -17,9 +17,10 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
-// PERF: up to so many keys a cluster a sequence and head is faster than all SMs and a merge through memory; beyond, where
-// clusters fill the SMs and sequences are equal. Above kSmallClusterKeys clusters are of 16 CTAs where so many fit.
-inline constexpr int32_t kClusterKeys = 8192, kSmallClusterKeys = 2048;
+// PERF: up to kShortClusterKeys no warp has more than a chunk, and more warps are of no use. Up to kClusterKeys a cluster a sequence and head is faster than all SMs and a merge through memory; up to
+// kLongClusterKeys where clusters, of 16 CTAs if so many find room, fill the SMs and sequences are equal. Their CTAs do not
+// spread evenly over the SMs, which longer sequences feel.
+inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kLongClusterKeys = 49152;
 // PERF: streams of at most a few times the L2 are faster when they leave it at once.
 inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
 
@@ -35,7 +36,7 @@ cudaLaunchConfig_t cluster_config(int32_t size, int32_t jobs, int32_t batch, cud
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(size, jobs, batch);
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(Config::kThreads);
   config.dynamicSmemBytes = sizeof(Shared<Config>);
   config.attrs = &attribute;
   config.numAttrs = 1;
@@ -48,6 +49,7 @@ struct Grid {
   int32_t rows, row_groups, row_tiles_log2;
   int32_t jobs;  // kv heads x groups of rows
   Plan plan;
+  bool wide;  // twice the warps
   int32_t slices, parts, ctas;
   bool shared;  // sequences may be cut: parts and counters
   int64_t parts_in_all;
@@ -81,16 +83,25 @@ int32_t clusters_at_once(int32_t size) {
   return count;
 }
 
-// CTAs of a cluster for each sequence and head; 0: no clusters.
-template <class Config>
-int32_t cluster_size(const PagedParams& p, int32_t num_sms, const Grid& grid) {
+// Chooses clusters, where they are best.
+template <class Kernels>
+bool choose_clusters(const PagedParams& p, int32_t num_sms, Grid& grid) {
   const int64_t clusters = int64_t{p.batch} * grid.jobs;
-  if (p.cu_seqlens_q != nullptr || clusters == 0 || clusters * 8 > num_sms) return 0;
-  int32_t size = grid.capacity > kSmallClusterKeys && clusters * 16 <= num_sms ? 16 : 8;
-  if (size == 16 && clusters > clusters_at_once<Config>(16)) size = 8;
-  const bool fills = clusters * size * 8 >= num_sms * 7;
-  if (grid.capacity > kClusterKeys && !(fills && equal_work(p))) return 0;
-  return clusters <= clusters_at_once<Config>(size) ? size : 0;
+  if (p.cu_seqlens_q != nullptr || clusters == 0 || clusters * 8 > num_sms || grid.capacity > kLongClusterKeys) return false;
+  grid.wide = grid.capacity > kShortClusterKeys && grid.capacity <= kClusterKeys && clusters <= clusters_at_once<typename Kernels::WideCluster>(8);
+  grid.slices = 8;
+  if (!grid.wide) {
+    if (grid.capacity > kClusterKeys && clusters * 16 <= num_sms &&
+        clusters <= clusters_at_once<typename Kernels::PackedCluster>(16)) {
+      grid.slices = 16;
+    }
+    const bool fills = clusters * grid.slices * 8 >= num_sms * 7;
+    if (grid.capacity > kClusterKeys && !(fills && equal_work(p))) return false;
+    if (clusters > clusters_at_once<typename Kernels::PackedCluster>(grid.slices)) return false;
+  }
+  grid.plan = Plan::kCluster;
+  grid.ctas = p.batch * grid.jobs * grid.slices;
+  return true;
 }
 
 // No sequence is cut where a CTA's share begins or ends.
@@ -99,7 +110,7 @@ inline bool whole_sequences(const PagedParams& p, const Grid& grid) {
   return equal_work(p) && units > 0 && total % grid.slices == 0 && total / grid.slices % units == 0;
 }
 
-template <class Config>
+template <class Kernels>
 void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
   grid.parts = 1;
   if (p.num_splits > 0) {
@@ -108,14 +119,12 @@ void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
   } else if (p.batch_invariant) {
     grid.plan = Plan::kInvariant;
     grid.parts = kInvariantParts;
-  } else if (const int32_t size = cluster_size<Clustered<Config>>(p, num_sms, grid); size > 0) {
-    grid.plan = Plan::kCluster;
-    grid.slices = size;
-    grid.ctas = p.batch * grid.jobs * size;
+  } else if (choose_clusters<Kernels>(p, num_sms, grid)) {
     return;
   } else {
     grid.plan = Plan::kBalanced;
   }
+  grid.wide = grid.row_tiles_log2 > 0;
   const int64_t units = grid.plan == Plan::kBalanced ? p.batch * ceil_div<int64_t>(grid.capacity, kGrainKeys)
                                                      : int64_t{p.batch} * grid.parts;
   int32_t slices = max_of(num_sms / grid.jobs, 1);
@@ -128,7 +137,7 @@ void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
   grid.ctas = grid.jobs * grid.slices;
 }
 
-template <class Config>
+template <class Kernels>
 Grid make_grid(const PagedParams& p, int32_t num_sms) {
   Grid grid = {};
   const int64_t capacity = p.num_pages > 0 ? int64_t{p.max_pages} * p.page_size : 0;
@@ -139,7 +148,7 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
   const int32_t tiles = ceil_div(grid.rows, kTileRows);
   grid.row_tiles_log2 = tiles <= 1 ? 0 : tiles == 2 ? 1 : 2;
   grid.jobs = p.heads_kv * grid.row_groups;
-  choose_plan<Config>(p, num_sms, grid);
+  choose_plan<Kernels>(p, num_sms, grid);
 
   grid.shared = grid.plan == Plan::kBalanced ? grid.slices > 1 && !whole_sequences(p, grid)
                                              : grid.plan != Plan::kCluster && grid.parts > 1;
@@ -161,9 +170,9 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
   return grid;
 }
 
-template <class Config>
+template <class Kernels>
 size_t workspace_bytes(const PagedParams& p, int32_t num_sms) {
-  return make_grid<Config>(p, num_sms).bytes;
+  return make_grid<Kernels>(p, num_sms).bytes;
 }
 
 template <class Config>
@@ -259,10 +268,38 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
 }
 
 template <class Config>
+void launch_clusters(const Grid& grid, int32_t batch, const KernelParams& params, cudaStream_t stream) {
+  // With selected pages it has a kernel before it too, and waits for it as any kernel does.
+  cudaLaunchAttribute attribute;
+  cudaLaunchConfig_t config = cluster_config<Config>(grid.slices, grid.jobs, batch, attribute);
+  config.stream = stream;
+  FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, cluster_decode_kernel<Config>, params));
+}
+
+template <class Config>
+void launch_shares(const Grid& grid, const KernelParams& params, cudaStream_t stream) {
+  const auto kernel = paged_decode_kernel<Config>;
+  constexpr size_t kSharedBytes = sizeof(Shared<Config>);
+  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  // The kernel's launch, and all it does up to its first merge, overlap the one before (programmatic dependent launch).
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid.jobs, grid.slices);
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = params.waits ? 1 : 0;
+  FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+template <class Kernels>
 void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t stream) {
   if (p.heads_q == 0 || (p.cu_seqlens_q == nullptr && (p.batch == 0 || p.len_q == 0))) return;
-  const Grid grid = make_grid<Config>(p, num_sms);
-  const KernelParams params = make_params<Config>(p, grid, workspace);
+  const Grid grid = make_grid<Kernels>(p, num_sms);
+  const KernelParams params = make_params<typename Kernels::Shares>(p, grid, workspace);
   if (params.waits) {
     const PrepareParams before = {params.counters,
                                   grid.jobs,
@@ -272,29 +309,12 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
                                   const_cast<int32_t*>(params.selected_count)};
     prepare(p, before, grid.capacity, stream);
   }
-
-  cudaLaunchAttribute attribute;
   if (grid.plan == Plan::kCluster) {
-    // With selected pages it has a kernel before it too, and waits for it as any kernel does.
-    cudaLaunchConfig_t config = cluster_config<Clustered<Config>>(grid.slices, grid.jobs, p.batch, attribute);
-    config.stream = stream;
-    FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, cluster_decode_kernel<Clustered<Config>>, params));
-    return;
+    if (grid.wide) return launch_clusters<typename Kernels::WideCluster>(grid, p.batch, params, stream);
+    return launch_clusters<typename Kernels::PackedCluster>(grid, p.batch, params, stream);
   }
-  const auto kernel = paged_decode_kernel<Config>;
-  constexpr size_t kSharedBytes = sizeof(Shared<Config>);
-  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.jobs, grid.slices);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  // The kernel's launch, and all it does up to its first merge, overlap the one before (programmatic dependent launch).
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.numAttrs = params.waits ? 1 : 0;
-  FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
+  if (grid.wide) return launch_shares<typename Kernels::WideShares>(grid, params, stream);
+  launch_shares<typename Kernels::Shares>(grid, params, stream);
 }
 
 template <class Element>
@@ -302,17 +322,19 @@ inline constexpr DType kDTypeOf = DType::kBF16;
 template <>
 inline constexpr DType kDTypeOf<__half> = DType::kF16;
 
-template <class Config>
+template <class Element, int32_t kHeadDim>
 KernelEntry make_entry() {
-  constexpr DType kDType = kDTypeOf<typename Config::Element>;
+  using Family = Kernels<Element, kHeadDim>;
+  using Config = typename Family::Shares;
+  constexpr DType kDType = kDTypeOf<Element>;
   KernelInfo info;
-  info.name = "decode_d" + std::to_string(Config::kHeadDim) + (kDType == DType::kF16 ? "_fp16" : "_bf16");
+  info.name = "decode_d" + std::to_string(kHeadDim) + (kDType == DType::kF16 ? "_fp16" : "_bf16");
   info.dtype = kDType;
-  info.head_dim_bucket = Config::kHeadDim;
+  info.head_dim_bucket = kHeadDim;
   info.block_kv = kGrainKeys;
-  info.threads = kThreads;
+  info.threads = Config::kThreads;
   info.shared_memory = sizeof(Shared<Config>);
-  return {info, &workspace_bytes<Config>, &launch<Config>};
+  return {info, &workspace_bytes<Family>, &launch<Family>};
 }
 
 }  // namespace flashmsa::decode

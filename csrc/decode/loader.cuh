@@ -21,17 +21,20 @@ struct ChunkLayout {
   __device__ __forceinline__ uint32_t group_bytes() const { return sm90::kSwizzleRowBytes << piece_log2; }
 };
 
-// One warp for each chunk of a tile. They run ahead of those that attend by the stages of the ring.
+// A warp loads every kLoaders-th chunk of a tile. They run ahead of those that attend by the stages of the ring.
 template <class Config, class Walk>
 struct Loader {
   static constexpr int32_t kChunk = Config::kChunk;
 
   const KernelParams& p;
   Shared<Config>& shared;
-  const int32_t head, chunk;
+  static constexpr int32_t kOwn = Config::kWarps / kLoaders;  // chunks of a tile that a warp loads
+
+  const int32_t head, first;  // the warp's first chunk of a tile
   Walk walk = {};
   int32_t at = 0;  // first chunk of the tile, in the part
-  int32_t page = 0, slot = 0;  // where this lane's piece, or row, of the chunk lies; the page as the table has it
+  // Where this lane's piece, or row, of each chunk lies; the page as the table has it.
+  int32_t page[kOwn] = {}, slot[kOwn] = {};
 
   __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
 
@@ -40,32 +43,46 @@ struct Loader {
     bool more = advance();
 #pragma unroll 1
     while (more) {
-      const bool inside = at + chunk < walk.end;
-      const int32_t own_page = clamp(page, 0, p.num_pages - 1), own_slot = slot;
+      bool inside[kOwn];
+      int32_t own_page[kOwn], own_slot[kOwn];
+#pragma unroll
+      for (int32_t n = 0; n < kOwn; ++n) {
+        inside[n] = at + chunk(n) < walk.end;
+        own_page[n] = clamp(page[n], 0, p.num_pages - 1);
+        own_slot[n] = slot[n];
+      }
       // PERF: the next tile's pages are asked for here and used a tile later.
       more = advance();
-      const int32_t index = Shared<Config>::k_slot(ring.stage, chunk);
-      load(index, ring.parity, inside, own_page, own_slot, p.k_map, p.k, p.head_dim);
-      load(index + 1, ring.parity, inside, own_page, own_slot, p.v_map, p.v, p.head_dim_v);
+#pragma unroll
+      for (int32_t n = 0; n < kOwn; ++n) {
+        const int32_t index = Shared<Config>::k_slot(ring.stage, chunk(n));
+        load(index, ring.parity, inside[n], own_page[n], own_slot[n], p.k_map, p.k, p.head_dim);
+        load(index + 1, ring.parity, inside[n], own_page[n], own_slot[n], p.v_map, p.v, p.head_dim_v);
+      }
       ring.advance<Config::kStages>();
     }
   }
 
  private:
+  __device__ __forceinline__ int32_t chunk(int32_t n) const { return first + n * kLoaders; }
+
   // To the next tile; false: there is none.
   __device__ __forceinline__ bool advance() {
-    at += kWarps;
+    at += Config::kWarps;
     while (at >= walk.end) {
       if (!walk.next(p, shared)) return false;
       at = walk.begin;
     }
     const int32_t offset = p.by_tma ? lane() << p.piece_log2 : lane();
-    if (offset < kChunk && at + chunk < walk.end) locate(at + chunk, offset);
+#pragma unroll
+    for (int32_t n = 0; n < kOwn; ++n) {
+      if (offset < kChunk && at + chunk(n) < walk.end) locate(at + chunk(n), offset, page[n], slot[n]);
+    }
     return true;
   }
 
   // Key `offset` of a chunk.
-  __device__ __forceinline__ void locate(int32_t number, int32_t offset) {
+  __device__ __forceinline__ void locate(int32_t number, int32_t offset, int32_t& page, int32_t& slot) const {
     const Sequence& s = shared.table[walk.index].sequence;
     const int32_t key = (p.selected != nullptr ? number : s.chunk(number)) * kChunk + offset;
     if (p.block_table == nullptr && p.selected == nullptr) {

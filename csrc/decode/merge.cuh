@@ -39,7 +39,10 @@ struct RowPart {
 };
 
 // The barrier of all warps that attend.
-__device__ __forceinline__ void sync_attending() { sm90::bar_sync(1, kAttending); }
+template <class Config>
+__device__ __forceinline__ void sync_attending() {
+  sm90::bar_sync(1, Config::kAttending);
+}
 
 template <class Config>
 struct Merger {
@@ -62,7 +65,7 @@ struct Merger {
   // Rows from `turn` * step on.
   __device__ __forceinline__ Items items(int32_t turn = 0) const {
     const int32_t quads = p.head_dim_v / 4, thread = static_cast<int32_t>(threadIdx.x);
-    const int32_t step = kAttending / quads, row = thread / quads;
+    const int32_t step = Config::kAttending / quads, row = thread / quads;
     // Threads that are left over have no row.
     return {row < step ? row + turn * step : kGroupRows, step, (thread - row * quads) * 4};
   }
@@ -70,12 +73,12 @@ struct Merger {
   // Over the warps that share a row's tile.
   __device__ __forceinline__ RowPart of_warps(int32_t row, int32_t column) const {
     const int32_t in_tile = row % kTileRows;
-    float2 ml[kWarps];
-    float4 o[kWarps];
+    float2 ml[Config::kWarps];
+    float4 o[Config::kWarps];
 #pragma unroll
-    for (int32_t n = 0; n < kWarps; ++n) {
+    for (int32_t n = 0; n < Config::kWarps; ++n) {
       const int32_t warp = row / kTileRows + (n << p.row_tiles_log2);
-      const bool there = warp < kWarps;
+      const bool there = warp < Config::kWarps;
       ml[n] = there ? shared.ml[warp][in_tile] : make_float2(attn::kNegativeInfinity, 0.0f);
       o[n] = there ? *reinterpret_cast<const float4*>(&shared.o[warp][in_tile][column]) : float4{};
     }
@@ -146,13 +149,13 @@ struct Merger {
 
   // Packed rows before the first sequence and behind the last: a warp each, over all CTAs.
   __device__ __forceinline__ void clear_outside() const {
-    if (p.cu_seqlens_q == nullptr || threadIdx.x >= kAttending) [[likely]]
+    if (p.cu_seqlens_q == nullptr || threadIdx.x >= Config::kAttending) [[likely]]
       return;
     const int32_t begin = clamp(p.cu_seqlens_q[0], 0, p.total_q);
     const int32_t end = clamp(p.cu_seqlens_q[p.batch], begin, p.total_q);
     const int32_t outside = begin + p.total_q - end;
-    const int64_t warps = int64_t{gridDim.x} * gridDim.y * kWarps;
-    for (int64_t n = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kWarps + threadIdx.x / 32;
+    const int64_t warps = int64_t{gridDim.x} * gridDim.y * Config::kWarps;
+    for (int64_t n = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * Config::kWarps + threadIdx.x / 32;
          n < int64_t{outside} * p.heads_q; n += warps) {
       const int32_t row = static_cast<int32_t>(n % outside);
       clear_row(n / outside, row < begin ? row : end + row - begin, threadIdx.x % 32, 32);
@@ -307,15 +310,15 @@ struct Merger {
 
     store_part(s, own);
     // SYNC: the part is stored, and the addition below makes it visible to whoever sees it counted.
-    sync_attending();
+    sync_attending<Config>();
     if (threadIdx.x == 0) {
       // SYNC: the counters are reset by the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
       shared.last = sm90::add_acq_rel(p.counters + int64_t{s.batch} * jobs + job, 1) == parts - 1;
     }
-    sync_attending();
+    sync_attending<Config>();
     if (!shared.last) return;
-    if (rows_of(s) * p.head_dim_v / 4 <= kAttending) {
+    if (rows_of(s) * p.head_dim_v / 4 <= Config::kAttending) {
       merge_parts<1, 16>(s, places, parts);
     } else {
       merge_parts<2, 8>(s, places, parts);

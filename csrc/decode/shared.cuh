@@ -113,11 +113,11 @@ template <class Config>
 struct Shared {
   alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: a K and a V chunk for each warp
   // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
-  alignas(16) float o[kWarps][kTileRows][Config::kORow];
-  float2 ml[kWarps][kTileRows];  // reference and sum of each warp's rows
+  alignas(16) float o[Config::kWarps][kTileRows][Config::kORow];
+  float2 ml[Config::kWarps][kTileRows];  // reference and sum of each warp's rows
   // Parts of rows that the CTAs of a cluster sent here.
-  alignas(16) float pushed[Config::kPushedRows][Config::kHeadDim];
-  float2 pushed_ml[Config::kPushedRows];
+  alignas(16) float pushed[Config::kClustered ? kTileRows : 1][Config::kHeadDim];
+  float2 pushed_ml[Config::kClustered ? kTileRows : 1];
   RowPlace rows[kGroupRows];
   int4 keys[kGroupRows];  // of each row: first run, main run
   uint32_t tree[kGroupRows];
@@ -125,13 +125,13 @@ struct Shared {
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
-  TableEntry table[Config::kTable];  // sequences in a row
-  int32_t warp_units[kWarps];    // of 32 sequences of the table each
+  TableEntry table[Config::kClustered ? 1 : kTable];  // sequences in a row
+  int32_t warp_units[kTable / 32];    // of 32 sequences of the table each
   int32_t table_begin;           // units before the table
   bool last;                     // this CTA's part was the last of its sequence
 
   static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
-    return (stage * kWarps + chunk) * 2;
+    return (stage * Config::kWarps + chunk) * 2;
   }
   // Where a sequence of the table begins and ends, in units over all sequences.
   __device__ __forceinline__ int2 units_of(int32_t index) const {

@@ -108,34 +108,31 @@ struct Share {
   }
 };
 
-// Fills the table with the sequences from `base` on, before which are `before` units, by the threads that attend; a thread
-// calls each(sequence) for its own. All threads go on when it is filled.
-// PERF: one barrier, which the caller's other work before it shares; sums over the warps are left to who needs them.
-template <class Config, class Each>
-__device__ __forceinline__ void write_table(const KernelParams& p, Shared<Config>& shared, int32_t base, int32_t end,
-                                            int32_t before, const Each& each) {
-  if (threadIdx.x < kAttending) {
-    const int32_t thread = static_cast<int32_t>(threadIdx.x), batch = base + thread;
-    int32_t units = 0;
-    if (batch < end) {
-      const Sequence s = read_sequence<Config::kChunk>(p, batch);
-      units = s.units;
-      shared.table[thread].sequence = s;
-      each(s);
-    }
-    int32_t sum = units;
-#pragma unroll
-    for (int32_t step = 1; step < 32; step *= 2) {
-      const int32_t below = __shfl_up_sync(~0u, sum, step);
-      if (thread % 32 >= step) sum += below;
-    }
-    shared.table[thread].begin = sum - units;
-    shared.table[thread].end = sum;
-    if (thread % 32 == 31) shared.warp_units[thread / 32] = sum;
-    if (thread == 0) shared.table_begin = before;
+// Fills the table with the sequences from `base` on, before which are `before` units, a thread each. Returns whether its thread's
+// has rows that no part will store. A block barrier comes behind. PERF: one, which the caller's other work before it shares; sums
+// over the warps are left to who needs them.
+template <class Config>
+__device__ __forceinline__ bool write_table(const KernelParams& p, Shared<Config>& shared, int32_t base,
+                                            int32_t before) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), batch = base + thread;
+  if (thread >= kTable) return false;
+  int32_t units = 0;
+  if (batch < p.batch) {
+    const Sequence s = read_sequence<Config::kChunk>(p, batch);
+    units = s.units;
+    shared.table[thread].sequence = s;
   }
-  // SYNC: the table is written.
-  __syncthreads();
+  int32_t sum = units;
+#pragma unroll
+  for (int32_t step = 1; step < 32; step *= 2) {
+    const int32_t below = __shfl_up_sync(~0u, sum, step);
+    if (thread % 32 >= step) sum += below;
+  }
+  shared.table[thread].begin = sum - units;
+  shared.table[thread].end = sum;
+  if (thread % 32 == 31) shared.warp_units[thread / 32] = sum;
+  if (thread == 0) shared.table_begin = before;
+  return batch < p.batch && (units == 0 || p.cu_seqlens_q != nullptr);
 }
 
 // Units of the table.
@@ -143,7 +140,7 @@ template <class Config>
 __device__ __forceinline__ int32_t table_units(const Shared<Config>& shared) {
   int32_t units = 0;
 #pragma unroll
-  for (int32_t warp = 0; warp < kWarps; ++warp) units += shared.warp_units[warp];
+  for (int32_t warp = 0; warp < kTable / 32; ++warp) units += shared.warp_units[warp];
   return units;
 }
 

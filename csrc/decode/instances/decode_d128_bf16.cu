@@ -2,6 +2,6 @@
 
 namespace flashmsa::decode {
 
-KernelEntry entry_d128_bf16() { return make_entry<Config128<__nv_bfloat16>>(); }
+KernelEntry entry_d128_bf16() { return make_entry<__nv_bfloat16, 128>(); }
 
 }  // namespace flashmsa::decode

@@ -2,6 +2,6 @@
 
 namespace flashmsa::decode {
 
-KernelEntry entry_d128_fp16() { return make_entry<Config128<__half>>(); }
+KernelEntry entry_d128_fp16() { return make_entry<__half, 128>(); }
 
 }  // namespace flashmsa::decode

@@ -2,6 +2,6 @@
 
 namespace flashmsa::decode {
 
-KernelEntry entry_d256_bf16() { return make_entry<Config256<__nv_bfloat16>>(); }
+KernelEntry entry_d256_bf16() { return make_entry<__nv_bfloat16, 256>(); }
 
 }  // namespace flashmsa::decode

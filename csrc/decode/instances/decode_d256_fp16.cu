@@ -2,6 +2,6 @@
 
 namespace flashmsa::decode {
 
-KernelEntry entry_d256_fp16() { return make_entry<Config256<__half>>(); }
+KernelEntry entry_d256_fp16() { return make_entry<__half, 256>(); }
 
 }  // namespace flashmsa::decode

@@ -2,6 +2,6 @@
 
 namespace flashmsa::decode {
 
-KernelEntry entry_d64_bf16() { return make_entry<Config64<__nv_bfloat16>>(); }
+KernelEntry entry_d64_bf16() { return make_entry<__nv_bfloat16, 64>(); }
 
 }  // namespace flashmsa::decode

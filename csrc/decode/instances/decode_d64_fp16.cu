@@ -2,6 +2,6 @@
 
 namespace flashmsa::decode {
 
-KernelEntry entry_d64_fp16() { return make_entry<Config64<__half>>(); }
+KernelEntry entry_d64_fp16() { return make_entry<__half, 64>(); }
 
 }  // namespace flashmsa::decode

@@ -71,6 +71,23 @@ def test_batches(target: Target, batch: int) -> None:
     run_and_check(target, *make_qkv(target, batch, (2, 1), 1, 2048, 32), CAUSAL)
 
 
+@pytest.mark.parametrize("len_kv", [1024, 1025, 8192, 8193, 20000])
+@pytest.mark.parametrize(("batch", "heads_kv"), [(1, 1), (1, 8), (2, 8), (16, 1), (15, 1), (3, 8), (17, 1)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("target", ONE_EACH)
+def test_clusters(target: Target, dim: int, batch: int, heads_kv: int, len_kv: int) -> None:
+    """Clusters of 8 and of 16 CTAs, one or two CTAs an SM, and where a CTA's share is whole sequences or not."""
+    run_and_check(target, *make_qkv(target, batch, (4 * heads_kv, heads_kv), 1, len_kv, dim))
+
+
+@pytest.mark.parametrize("len_q", [1, 4])
+@pytest.mark.parametrize(("batch", "len_kv"), [(8, 2048), (32, 4096), (33, 4096), (130, 1024)])
+@pytest.mark.parametrize("target", ONE_EACH)
+def test_whole_sequences(target: Target, batch: int, len_kv: int, len_q: int) -> None:
+    """Equal sequences that no share cuts need no counters; one more sequence, and some are cut."""
+    run_and_check(target, *make_qkv(target, batch, (8, 8), len_q, len_kv, 64))
+
+
 @pytest.mark.parametrize("scale", [None, 0.0, -0.3, 2.0])
 @pytest.mark.parametrize("option", ["plain", "softcap", "sinks", "slopes", "slopes-by-batch", "all"])
 @pytest.mark.parametrize("mask", [CAUSAL, TOP_LEFT, WINDOW], ids=str)

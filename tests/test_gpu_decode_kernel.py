@@ -45,6 +45,8 @@ PLANS = {
     "uneven": [3000, 1, 0, 9000, 77, 640, 12000],
     "more than a table holds": [(37 * n) % 200 for n in range(300)],
     "all empty": [0, 0, 0],
+    "short": [1024, 3, 0, 700],
+    "a cluster each": [8192, 0, 5000],
 }
 
 
@@ -57,6 +59,15 @@ def test_plans(lens: list[int], how: dict, mask: MaskCase) -> None:
     run_and_check(
         BF16, queries(BF16, len(lens), 8, 2, 64), cache, mask, Options(sinks=torch.randn(8, device="cuda")), **how
     )
+
+
+@pytest.mark.parametrize("len_q", [5, 8, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lens", PLANS.values(), ids=PLANS)
+def test_plans_of_many_rows(lens: list[int], dim: int, len_q: int) -> None:
+    """More than 16 rows of a kv head, which eight warps attend to."""
+    cache = make_cache(BF16, lens, 16, 2, dim)
+    run_and_check(BF16, queries(BF16, len(lens), 8, len_q, dim), cache, CAUSAL)
 
 
 def test_part_of_a_sequence_by_its_own_length() -> None:

@@ -30,10 +30,11 @@ __device__ __forceinline__ void write_rows(const KernelParams& p, Shared<Config>
 
 // The rules of the CTA's rows, by a thread each.
 template <class Config>
-__device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config>& shared, const Sequence& s) {
+__device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config>& shared, int32_t head,
+                                            int32_t group_row, const Sequence& s) {
   const int32_t row = static_cast<int32_t>(threadIdx.x);
   if (row >= kGroupRows) return;
-  const int32_t i = shared.rows[row].query, h = shared.rows[row].head;
+  const auto [i, h] = row_index(p, head, group_row + row);
   if (i >= s.queries) {
     // Rows that there are not forbid nothing.
     shared.keys[row] = {0, 0, 0, kUnbounded};
@@ -198,7 +199,7 @@ __device__ __forceinline__ void attend_share(const KernelParams& p, Shared<Confi
     if (walk.at < walk.to && walk.index + 1 < entries) {
       cta.attention.prefetch_queries(shared.table[walk.index + 1].sequence);
     }
-    write_rules(p, shared, sequence);
+    write_rules(p, shared, cta.head, cta.group_row, sequence);
     // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace, or Q.
     sync_attending<Config>();
     cta.attention.take_queries(bits);
@@ -264,8 +265,7 @@ __device__ __forceinline__ void walk_share(const KernelParams& p, Shared<Config>
 
 // Every CTA takes a share of all sequences.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    paged_decode_kernel(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.x));
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
       if (p.selected != nullptr) cudaGridDependencySynchronize();
       shared.table[0].sequence = read_sequence<Config::kChunk>(p, batch);
     }
-    // SYNC: barriers, rows and the sequence are there.
+    // SYNC: barriers, rows, rules and the sequence are there.
     __syncthreads();
     Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps}.run(cta.ring);
     cta.merger.wait_for_cluster(shared.table[0].sequence);
@@ -317,12 +317,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
   cta.template take_registers<true>();
   typename Attention<Config>::QueryBits bits;
   cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
-  // SYNC: barriers, rows and the sequence are there.
+  // SYNC: the selected pages are the kernel before's.
+  if (p.selected != nullptr) cudaGridDependencySynchronize();
+  // PERF: read twice, by each role for itself: one barrier less.
+  write_rules(p, shared, cta.head, cta.group_row, read_sequence<Config::kChunk>(p, batch));
+  // SYNC: barriers, rows, rules and the sequence are there.
   __syncthreads();
   const Sequence& sequence = shared.table[0].sequence;
-  write_rules(p, shared, sequence);
-  // SYNC: the rules are written.
-  sync_attending<Config>();
   cta.attention.take_queries(bits);
   ClusterWalk walk;
   walk.next(p, shared);

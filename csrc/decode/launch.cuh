@@ -87,8 +87,10 @@ int32_t clusters_at_once(int32_t size) {
 template <class Kernels>
 bool choose_clusters(const PagedParams& p, int32_t num_sms, Grid& grid) {
   const int64_t clusters = int64_t{p.batch} * grid.jobs;
-  if (p.cu_seqlens_q != nullptr || clusters == 0 || clusters * 8 > num_sms || grid.capacity > kLongClusterKeys) return false;
-  grid.wide = grid.capacity > kShortClusterKeys && grid.capacity <= kClusterKeys && clusters <= clusters_at_once<typename Kernels::WideCluster>(8);
+  if (p.cu_seqlens_q != nullptr || clusters == 0 || clusters * 8 > num_sms || grid.capacity > kLongClusterKeys)
+    return false;
+  grid.wide = grid.capacity > kShortClusterKeys && grid.capacity <= kClusterKeys &&
+              clusters <= clusters_at_once<typename Kernels::WideCluster>(8);
   grid.slices = 8;
   if (!grid.wide) {
     if (grid.capacity > kClusterKeys && clusters * 16 <= num_sms &&

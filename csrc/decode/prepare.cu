@@ -33,8 +33,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
   // PERF: what the steps below wait for is asked for together: three round trips to memory become one.
   const int32_t* listed = p.query_pages + int64_t{batch} * p.pages_per_block;
   const int32_t first = thread < p.pages_per_block ? listed[thread] : -1;
-  const int32_t* table =
-      pages.block_table == nullptr ? nullptr : pages.block_table + batch * pages.block_table_stride;
+  const int32_t* table = pages.block_table == nullptr ? nullptr : pages.block_table + batch * pages.block_table_stride;
   if (table != nullptr) {
     for (int32_t page = thread * 32; page < pages.max_pages; page += kPrepareThreads * 32) {
       sm90::prefetch_l2(table + page);

@@ -126,9 +126,9 @@ struct Shared {
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
   TableEntry table[Config::kClustered ? 1 : kTable];  // sequences in a row
-  int32_t warp_units[kTable / 32];    // of 32 sequences of the table each
-  int32_t table_begin;           // units before the table
-  bool last;                     // this CTA's part was the last of its sequence
+  int32_t warp_units[kTable / 32];  // of 32 sequences of the table each
+  int32_t table_begin;  // units before the table
+  bool last;  // this CTA's part was the last of its sequence
 
   static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
     return (stage * Config::kWarps + chunk) * 2;

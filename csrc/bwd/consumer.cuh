@@ -103,9 +103,12 @@ struct KeyConsumer : Pairs<Config> {
     }
     const bool k_suspect = this->finish(dk, params.scale), v_suspect = this->finish(dv, params.value_scale());
     this->note(this->warp_key() / sm90::kWarpRows, k_suspect || v_suspect);
-    // SYNC: V's rows of a warpgroup are its own, and their last use is done.
+    // SYNC: V's rows of a warpgroup are its own, and their last use is done. K's was the last dQ.
     this->store(dv, params.dv, shared.v);
-    this->store(dk, params.dk, shared.v);
+    static_assert(Config::kDsBuffers == 1);
+    shared.empty_ds[0].wait(buffer.parity ^ 1u);
+    this->store(dk, params.dk, shared.k);
+    this->finish_stores();
   }
 };
 

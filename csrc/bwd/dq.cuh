@@ -12,21 +12,44 @@ namespace flashmsa::bwd {
 // Walks over the query tiles of a key tile, head by head. A warp's work: each lane looks at a tile of its own.
 template <class Config>
 struct Walk {
+  using S = Shared<Config>;
+
   const KernelParams& params;
+  S& shared;
   const KeyTile& key_tile;  // in shared memory
   int32_t head, last_head;
+  int32_t word = -1;  // of shared.found
   int32_t base = -32;  // of the 32 tiles at hand
   uint32_t found = 0, partial = 0;  // of these: to come, and not whole
-  int32_t detail = 0, turn = 0;  // of this lane's tile
+  int32_t detail = mask::kWholeCell, turn = 0;  // of this lane's tile
 
-  __device__ __forceinline__ Walk(const KernelParams& params, const KeyTile& key_tile)
-      : params(params), key_tile(key_tile) {
+  __device__ __forceinline__ Walk(const KernelParams& params, S& shared)
+      : params(params), shared(shared), key_tile(shared.key_tile) {
     head = key_tile.kv_head * params.heads_per_kv_head();
     last_head = head + params.heads_per_kv_head() - 1;
   }
 
+  // Fills shared.found and shared.partial, as far as they reach. The consumers' warps, before they have that work.
+  __device__ __forceinline__ static void find_all(const KernelParams& params, S& shared) {
+    Walk walk(params, shared);
+    constexpr int32_t kWarps = Config::kConsumerWarpgroups * 4;
+    const int32_t words = ceil_div(params.q_tiles, 32);
+    const int32_t all = min_of(words * params.heads_per_kv_head(), S::kFoundWords);
+    const int32_t first_head = walk.head;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x / 32 - 4; i < all; i += kWarps) {
+      walk.head = first_head + i / words;
+      walk.base = i % words * 32;
+      walk.look(false);
+      if (threadIdx.x % 32 == 0) {
+        shared.found[i] = walk.found;
+        shared.partial[i] = walk.partial;
+      }
+    }
+  }
+
   // Which of the 32 tiles the keys meet.
-  __device__ __forceinline__ void look() {
+  __device__ __forceinline__ void look(bool turns) {
     const int32_t tile = base + threadIdx.x % 32;
     const int32_t n = key_tile.tile;
     bool meets = false, hides = false;
@@ -43,7 +66,7 @@ struct Walk {
         meets = detail != kNoCell;
         hides |= detail != mask::kWholeCell;
       }
-      if (meets && params.prepared.turns != nullptr) turn = turn_of(plan, tile, in_first);
+      if (meets && turns) turn = turn_of(plan, tile, in_first);
     }
     found = __ballot_sync(~0u, meets);
     partial = __ballot_sync(~0u, meets && hides);
@@ -72,7 +95,15 @@ struct Walk {
         ++head;
         base = 0;
       }
-      look();
+      // PERF: a look takes a chain of loads, so it is left out where the words say enough.
+      const bool turns = params.prepared.turns != nullptr;
+      if (++word < S::kFoundWords) {
+        found = shared.found[word];
+        partial = shared.partial[word];
+        detail = mask::kWholeCell;
+        if (found == 0 || !(turns || (partial != 0 && params.list.rows > 0))) continue;
+      }
+      look(turns);
     }
     const int32_t at = __ffs(found) - 1;
     found &= found - 1;
@@ -97,7 +128,7 @@ struct DqWarpgroup {
   __device__ __forceinline__ uint32_t lane() const { return threadIdx.x % 32; }
   __device__ __forceinline__ uint32_t warp() const { return threadIdx.x / 32; }
 
-  __device__ void load_keys() {
+  __device__ __forceinline__ void load_keys() {
     const int32_t first_key = key_tile.tile * Config::kBlockKv;
     const sm90::Sequence from = {key_tile.kv_head, key_tile.batch, key_tile.residue};
     shared.full_kv.arrive_expect(2 * S::KTile::kBytes);
@@ -184,7 +215,7 @@ struct DqWarpgroup {
   }
 
   __device__ void run() {
-    Walk<Config> walk(params, key_tile);
+    Walk<Config> walk(params, shared);
     Place<Config::kStages> ahead;
     bool more = true;
     // SYNC: one warp loads; `ahead` is as many steps in front of the others' as there are stages, less one.
@@ -197,7 +228,6 @@ struct DqWarpgroup {
       __syncwarp();
       ahead.advance();
     };
-    if (threadIdx.x == 0) load_keys();
 #pragma unroll 1
     for (int32_t s = 0; s < Config::kStages - 1; ++s) load_next();
     shared.full_kv.wait(0);

@@ -27,16 +27,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   const int32_t warpgroup = __shfl_sync(~0u, threadIdx.x / sm90::kWarpgroupThreads, 0);
   if (threadIdx.x == 0) {
-    sm90::prefetch_map(params.k);
-    sm90::prefetch_map(params.v);
     sm90::prefetch_map(params.q);
     sm90::prefetch_map(params.dout);
+    sm90::prefetch_map(params.dv);
+    sm90::prefetch_map(params.dk);
     shared.init_barriers();
     shared.key_tile = key_tile_of(params, blockIdx.x);
+    DqWarpgroup<Config>{params, shared, shared.key_tile}.load_keys();
   }
   __syncthreads();
   // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
   cudaGridDependencySynchronize();
+  if (warpgroup != 0) Walk<Config>::find_all(params, shared);
+  __syncthreads();
 
   if (warpgroup == 0) {
     sm90::setmaxnreg_dec<Config::kRegistersProducer>();

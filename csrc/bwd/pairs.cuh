@@ -297,8 +297,10 @@ struct Pairs {
           tensor, staging + warp_key() * sm90::kSwizzleRowBytes, 0, first_key,
           {shared.key_tile.kv_head, shared.key_tile.batch, shared.key_tile.residue});
     }
+  }
+  // SYNC: shared memory outlives the stores that read it.
+  __device__ __forceinline__ void finish_stores() {
     if (lane() == 0) sm90::wait_stores_read();
-    __syncwarp();
   }
 
   // A gradient is complete: scaled, and noted where it is not finite.

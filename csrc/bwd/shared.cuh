@@ -111,6 +111,10 @@ struct Shared {
   alignas(128) float stats[Config::kStages][2 * Config::kBlockQ];
   // Where the step is partial.
   alignas(128) mask::TwoRuns rows[Config::kStages][Config::kRowsShared ? Config::kBlockQ : 1];
+  // Query tiles that the keys meet, a bit each, 32 in a word; the words of one head after those of another.
+  static constexpr int32_t kFoundWords = 64;
+  uint32_t found[kFoundWords];
+  uint32_t partial[kFoundWords];  // those that are not whole
   Step step[Config::kStages];
   KeyTile key_tile;
 

@@ -105,6 +105,7 @@ struct SplitConsumer : Pairs<Config> {
     this->note((kValues ? 0 : 4) + this->warp_key() / sm90::kWarpRows, suspect);
     sm90::bar_sync(kConsumersBarrier, 2 * sm90::kWarpgroupThreads);
     this->store(gradient, kValues ? params.dv : params.dk, kValues ? shared.v : shared.q[0]);
+    this->finish_stores();
   }
 };
 

@@ -23,7 +23,8 @@ struct Layout {
   int32_t q_tiles, key_tiles;
   int64_t sequences, plans;
   int32_t plan_stride_batch, plan_stride_head;
-  size_t stats, dq, tiles, rows, positions, suspects, turns, bytes;  // offsets, and the sum
+  int32_t orders, order_stride_batch, order_stride_head;
+  size_t stats, dq, tiles, rows, positions, suspects, turns, longest, bytes;  // offsets, and the sum
 };
 
 template <class Config>
@@ -40,6 +41,15 @@ Layout make_layout(const BackwardParams& b) {
   layout.plan_stride_head = by_head ? 1 : 0;
   layout.plan_stride_batch = by_head ? p.heads_q : by_batch ? 1 : 0;
   layout.plans = by_head ? int64_t{p.batch} * p.heads_q : by_batch ? p.batch : 1;
+  // Where lengths follow no rule. Deterministic mode needs the key tiles in their order.
+  const bool uneven = m.q_offsets != nullptr || by_head || m.kind == MaskKind::kBlockSparse;
+  if (uneven && !b.deterministic && layout.key_tiles <= kMostOrdered) {
+    const bool order_by_head = by_head || m.list.stride_head != 0;
+    const bool order_by_batch = order_by_head || by_batch || m.list.stride_batch != 0;
+    layout.order_stride_head = order_by_head ? 1 : 0;
+    layout.order_stride_batch = order_by_head ? p.heads_kv : order_by_batch ? 1 : 0;
+    layout.orders = order_by_head ? p.batch * p.heads_kv : order_by_batch ? p.batch : 1;
+  }
   const auto take = [&](size_t count, size_t each) {
     const size_t at = layout.bytes;
     layout.bytes += (count * each + 1023) / 1024 * 1024;
@@ -53,6 +63,7 @@ Layout make_layout(const BackwardParams& b) {
   layout.positions = take(p.alibi_slopes != nullptr ? layout.plans * padded_rows : 0, sizeof(int32_t));
   layout.suspects = take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8, sizeof(int32_t));
   layout.turns = take(b.deterministic ? layout.sequences * padded_rows / 16 : 0, sizeof(int32_t));
+  layout.longest = take(size_t{1} * layout.orders * layout.key_tiles, sizeof(int32_t));
   return layout;
 }
 
@@ -70,6 +81,9 @@ inline Prepared make_prepared(const BackwardParams& b, const Layout& layout, cha
   if (b.forward.alibi_slopes != nullptr) prepared.positions = reinterpret_cast<int32_t*>(space + layout.positions);
   prepared.suspects = reinterpret_cast<int32_t*>(space + layout.suspects);
   if (b.deterministic) prepared.turns = reinterpret_cast<int32_t*>(space + layout.turns);
+  if (layout.orders > 0) prepared.longest = reinterpret_cast<int32_t*>(space + layout.longest);
+  prepared.order_stride_batch = layout.order_stride_batch;
+  prepared.order_stride_head = layout.order_stride_head;
   prepared.plan_stride_batch = layout.plan_stride_batch;
   prepared.plan_stride_head = layout.plan_stride_head;
   return prepared;
@@ -101,6 +115,10 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
   params.q_tiles = layout.q_tiles;
   params.head_dim_v = p.head_dim_v;
   params.block_kv = block_kv;
+  params.key_tiles = layout.key_tiles;
+  params.heads_kv = p.heads_kv;
+  params.orders = layout.orders;
+  if (p.mask.kind == MaskKind::kBlockSparse) params.list = p.mask.list;
   return params;
 }
 
@@ -202,14 +220,14 @@ void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
 
   const int64_t tiles = layout.sequences * layout.q_tiles;
   preprocess_kernel<typename Config::Tiles>
-      <<<static_cast<unsigned>(tiles), kPreprocessThreads, 0, stream>>>(preprocess);
+      <<<static_cast<unsigned>(layout.orders + tiles), kPreprocessThreads, 0, stream>>>(preprocess);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
   const int64_t ctas = params.order.count();
   launch_behind(attention_backward_kernel<Config>, ctas, Config::kThreads, sizeof(Shared<Config>), stream, params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
   postprocess_kernel<typename Config::Tiles>
-      <<<static_cast<unsigned>(blocks + 2 * ctas), kPostprocessThreads, 0, stream>>>(params,
-                                                                                     static_cast<int32_t>(blocks));
+      <<<static_cast<unsigned>(max_of(blocks, 2 * ctas)), kPostprocessThreads, 0, stream>>>(
+          params, static_cast<int32_t>(blocks));
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }
 

@@ -136,19 +136,16 @@ struct Postprocess {
   }
 };
 
-// First a CTA for 64 rows of dQ each, then one for four warps of the main kernel each.
+// A CTA has 64 rows of dQ, or four warps of the main kernel, or both.
 template <class Tiles>
 __global__ void __launch_bounds__(kPostprocessThreads)
     postprocess_kernel(const __grid_constant__ KernelParams params, int32_t blocks) {
   __shared__ __align__(1024) char staging[Postprocess<Tiles>::RowTile::kBytes];
   Postprocess<Tiles> post{params};
   const int32_t index = blockIdx.x;
-  if (index < blocks) {
-    post.convert(index, staging);
-  } else {
-    const int32_t rest = index - blocks;
-    post.redo_keys(rest / 2, rest % 2 * 4 + post.warp());
-  }
+  // PERF: the last first: what the main kernel added to last is still in the L2.
+  if (index < blocks) post.convert(blocks - 1 - index, staging);
+  if (index < 2 * params.order.count()) post.redo_keys(index / 2, index % 2 * 4 + post.warp());
 }
 
 }  // namespace flashmsa::bwd

@@ -30,7 +30,9 @@ struct Prepared {
   int32_t* positions;  // (plans, padded len_q): ALiBi's; null: none
   int32_t* suspects;   // (CTAs of the main kernel, 8 warps): a gradient of theirs is not finite
   int32_t* turns;      // (sequences, 64-row blocks, 4 warps): deterministic mode; null: any order
+  int32_t* longest;    // (orders, key_tiles): key tiles, those that meet most queries first; null: as they come
   int32_t plan_stride_batch, plan_stride_head;  // 0: the same plan
+  int32_t order_stride_batch, order_stride_head;  // of kv heads; 0: the same order
 };
 
 // A number on its way to dq: 64 x 64 of fp32, as the warps' accumulators hold it, four elements of each lane in a row.
@@ -158,13 +160,22 @@ struct Place {
 
 __device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32_t index) {
   const sched::TileIndex at = params.order.decode(index);
-  // The first key tile first: under a causal mask most queries see it.
   KeyTile key_tile;
-  key_tile.tile = at.row_rank;
   key_tile.kv_head = at.slice % params.heads_kv;
   const int32_t sequence = at.slice / params.heads_kv;
   key_tile.batch = sequence / params.residues;
   key_tile.residue = sequence % params.residues;
+  const Prepared& prepared = params.prepared;
+  if (prepared.longest == nullptr) {
+    // The first key tile first: under a causal mask most queries see it.
+    key_tile.tile = at.row_rank;
+  } else {
+    // SYNC: the work of the kernel before.
+    cudaGridDependencySynchronize();
+    const int64_t order =
+        int64_t{key_tile.batch} * prepared.order_stride_batch + int64_t{key_tile.kv_head} * prepared.order_stride_head;
+    key_tile.tile = prepared.longest[order * params.order.row_blocks + at.row_rank];
+  }
   return key_tile;
 }
 

@@ -55,14 +55,14 @@ struct Walk {
     bool meets = false, hides = false;
     detail = mask::kWholeCell;
     if (tile < params.q_tiles) {
-      const QueryTile& plan = params.prepared.tiles[params.plan(key_tile.batch, head) * params.q_tiles + tile];
+      const QueryTile plan = params.prepared.load_tile(params.plan(key_tile.batch, head) * params.q_tiles + tile);
       const bool in_main = n >= plan.main.begin && n < plan.main.end;
       const bool in_first = n >= plan.first_begin && n < plan.first_end;
       meets = in_main || in_first;
       hides = !(n >= plan.main.full_begin && n < plan.main.full_end);
       if (meets && params.list.rows > 0) {
-        detail = find_cell(params.list, list_slice(params.list, key_tile.batch, head),
-                           tile * Config::kBlockQ / mask::kCell, n * Config::kBlockKv / mask::kCell);
+        detail = find_cell<16>(params.list, list_slice(params.list, key_tile.batch, head),
+                               tile * Config::kBlockQ / mask::kCell, n * Config::kBlockKv / mask::kCell);
         meets = detail != kNoCell;
         hides |= detail != mask::kWholeCell;
       }
@@ -142,7 +142,9 @@ struct DqWarpgroup {
     shared.step[stage] = step;
     if (step.tile < 0) return full.arrive();
     const bool rows = Config::kRowsShared && step.partial != 0;
-    full.arrive_expect(2 * S::QTile::kBytes + S::kStatBytes + (rows ? S::kRowBytes : 0));
+    const Prepared& prepared = params.prepared;
+    const uint32_t runs = !rows ? 0 : prepared.firsts != nullptr ? 2 : 1;
+    full.arrive_expect(2 * S::QTile::kBytes + S::kStatBytes + runs * S::kRunBytes);
     const int32_t row = step.tile * Config::kBlockQ;
     const sm90::Sequence from = {step.head, key_tile.batch, key_tile.residue};
     sm90::load_tile<typename S::QTile, sm90::kStridedRank>(shared.q[stage], params.q, row, from, full);
@@ -152,8 +154,9 @@ struct DqWarpgroup {
     sm90::load_tile<typename S::QTile, sm90::kStridedRank>(shared.dout[stage], params.dout, row, from, full);
     if (rows) {
       const int64_t plan = params.plan(key_tile.batch, step.head);
-      copy(shared.rows[stage], params.prepared.rows + (plan * params.q_tiles + step.tile) * Config::kBlockQ,
-           S::kRowBytes, full);
+      const int64_t first = (plan * params.q_tiles + step.tile) * Config::kBlockQ;
+      copy(shared.rows[stage][0], prepared.mains + first, S::kRunBytes, full);
+      if (runs > 1) copy(shared.rows[stage][1], prepared.firsts + first, S::kRunBytes, full);
     }
   }
 

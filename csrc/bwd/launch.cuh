@@ -24,7 +24,8 @@ struct Layout {
   int64_t sequences, plans;
   int32_t plan_stride_batch, plan_stride_head;
   int32_t orders, order_stride_batch, order_stride_head;
-  size_t stats, dq, tiles, rows, positions, suspects, turns, longest, bytes;  // offsets, and the sum
+  bool two_runs;
+  size_t stats, dq, tiles, mains, firsts, positions, suspects, turns, longest, bytes;  // offsets, and the sum
 };
 
 template <class Config>
@@ -59,7 +60,9 @@ Layout make_layout(const BackwardParams& b) {
   layout.stats = take(layout.sequences * padded_rows, 2 * sizeof(float));
   layout.dq = take(layout.sequences * padded_rows, Config::kHeadDim * sizeof(float));
   layout.tiles = take(layout.plans * layout.q_tiles, sizeof(QueryTile));
-  layout.rows = take(layout.plans * padded_rows, sizeof(mask::TwoRuns));
+  layout.mains = take(layout.plans * padded_rows, sizeof(mask::Interval));
+  layout.two_runs = mask::Composite::make_params(p).two_runs;
+  layout.firsts = take(layout.two_runs ? layout.plans * padded_rows : 0, sizeof(mask::Interval));
   layout.positions = take(p.alibi_slopes != nullptr ? layout.plans * padded_rows : 0, sizeof(int32_t));
   layout.suspects = take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8, sizeof(int32_t));
   layout.turns = take(b.deterministic ? layout.sequences * padded_rows / 16 : 0, sizeof(int32_t));
@@ -77,7 +80,8 @@ inline Prepared make_prepared(const BackwardParams& b, const Layout& layout, cha
   prepared.stats = reinterpret_cast<float*>(space + layout.stats);
   prepared.dq = reinterpret_cast<float*>(space + layout.dq);
   prepared.tiles = reinterpret_cast<QueryTile*>(space + layout.tiles);
-  prepared.rows = reinterpret_cast<mask::TwoRuns*>(space + layout.rows);
+  prepared.mains = reinterpret_cast<mask::Interval*>(space + layout.mains);
+  if (layout.two_runs) prepared.firsts = reinterpret_cast<mask::Interval*>(space + layout.firsts);
   if (b.forward.alibi_slopes != nullptr) prepared.positions = reinterpret_cast<int32_t*>(space + layout.positions);
   prepared.suspects = reinterpret_cast<int32_t*>(space + layout.suspects);
   if (b.deterministic) prepared.turns = reinterpret_cast<int32_t*>(space + layout.turns);

@@ -39,7 +39,7 @@ struct PairGradient {
     lse = stats[0];
     minus_delta = stats[block_q];
     const int64_t place = params.plan(batch, head) * params.q_tiles * block_q + row;
-    keys = params.prepared.rows[place];
+    keys = params.prepared.keys_of(place);
     if (params.prepared.positions != nullptr) position = params.prepared.positions[place];
   }
 

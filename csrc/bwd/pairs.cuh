@@ -97,28 +97,45 @@ struct Pairs {
     return shared.key_tile.tile * Config::kBlockKv + warp_key() + lane() / 4 + 8 * sm90::Accumulator::row_slot(e);
   }
 
-  __device__ __forceinline__ const mask::TwoRuns& row_keys(uint32_t stage, const Step& step, int32_t query) const {
+  // The keys of a step's rows: their main runs (0) or their first ones (1).
+  __device__ __forceinline__ const mask::Interval* row_keys(uint32_t stage, const Step& step, int run) const {
     if constexpr (Config::kRowsShared) {
-      return shared.rows[stage][query];
+      return shared.rows[stage][run];
     } else {
       const int64_t plan = params.plan(shared.key_tile.batch, step.head);
-      return params.prepared.rows[(plan * params.q_tiles + step.tile) * Config::kBlockQ + query];
+      const mask::Interval* rows = run == 0 ? params.prepared.mains : params.prepared.firsts;
+      return rows + (plan * params.q_tiles + step.tile) * Config::kBlockQ;
     }
   }
 
   // S^T of hidden pairs becomes -inf.
-  // NOTE: two queries at a time, and nothing read ahead: registers are few here.
+  // NOTE: two queries at a time, and little read ahead: registers are few here.
   __device__ __forceinline__ void hide(float (&s)[kPairs], uint32_t stage, int sub) {
-    const Step step = shared.step[stage];
+    const Step& step = shared.step[stage];
+    const mask::Interval* mains = row_keys(stage, step, 0);
+    const auto hide_from = [&](int e, const mask::TwoRuns& keys) {
+      if (!mask::contains(keys, key_of(0))) s[e] = attn::kNegativeInfinity;
+      if (!mask::contains(keys, key_of(2))) s[e + 2] = attn::kNegativeInfinity;
+    };
+    if (params.prepared.firsts == nullptr) {
 #pragma unroll
-    for (int n = 0; n < kPairs / 4; ++n) {
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        const mask::TwoRuns keys = row_keys(stage, step, query_of(sub, 4 * n + x));
-        if (!mask::contains(keys, key_of(0))) s[4 * n + x] = attn::kNegativeInfinity;
-        if (!mask::contains(keys, key_of(2))) s[4 * n + x + 2] = attn::kNegativeInfinity;
+      for (int n = 0; n < kPairs / 4; ++n) {
+        const int4 main = *reinterpret_cast<const int4*>(mains + query_of(sub, 4 * n));
+        hide_from(4 * n, {{0, 0}, {main.x, main.y}});
+        hide_from(4 * n + 1, {{0, 0}, {main.z, main.w}});
+        asm volatile("" ::: "memory");
       }
-      asm volatile("" ::: "memory");
+    } else {
+      const mask::Interval* firsts = row_keys(stage, step, 1);
+#pragma unroll
+      for (int n = 0; n < kPairs / 4; ++n) {
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          const int32_t query = query_of(sub, 4 * n + x);
+          hide_from(4 * n + x, {firsts[query], mains[query]});
+        }
+        asm volatile("" ::: "memory");
+      }
     }
     if (step.detail != mask::kWholeCell) hide_in_cell(s, step, sub);
   }

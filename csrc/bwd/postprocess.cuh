@@ -114,10 +114,9 @@ struct Postprocess {
     bool settled = false;
     for (int32_t g = 0; !settled && g < params.heads_per_kv_head(); ++g) {
       const int32_t head = tile.kv_head * params.heads_per_kv_head() + g;
-      const mask::TwoRuns* rows =
-          params.prepared.rows + params.plan(tile.batch, head) * params.q_tiles * Tiles::kBlockQ;
+      const int64_t rows = params.plan(tile.batch, head) * params.q_tiles * Tiles::kBlockQ;
       for (int32_t row = 0; row < params.len_q; ++row) {
-        if (!visible(params, rows[row], tile.batch, head, row, key)) continue;
+        if (!visible(params, params.prepared.keys_of(rows + row), tile.batch, head, row, key)) continue;
         pair.load_query(head, row, Tiles::kBlockQ);
         if (pair.without_weights()) continue;
         const float ds = pair.ds();

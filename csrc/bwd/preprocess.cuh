@@ -54,7 +54,8 @@ __device__ void plan_tile(const PreprocessParams& params, int32_t batch, int32_t
       if (row == first_row) ends[0] = keys;
       if (row == last_row) ends[1] = keys;
     }
-    to.rows[at] = keys;
+    to.mains[at] = keys.main;
+    if (to.firsts != nullptr) to.firsts[at] = keys.first;
     if (to.positions != nullptr) to.positions[at] = position;
   }
   __syncthreads();

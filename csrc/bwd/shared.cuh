@@ -26,13 +26,26 @@ struct Prepared {
   float* stats;        // (sequences, q_tiles, 2, block_q): lse in the exponent's units, then -Δ
   float* dq;           // (sequences, 64-row blocks, head_dim / 64, 4096): fragment order, see DqPiece
   QueryTile* tiles;    // (plans, q_tiles)
-  mask::TwoRuns* rows;  // (plans, padded len_q): the keys of each row
+  mask::Interval* mains;   // (plans, padded len_q): the keys of each row, the main run
+  mask::Interval* firsts;  // the first run; null: no row has one
   int32_t* positions;  // (plans, padded len_q): ALiBi's; null: none
   int32_t* suspects;   // (CTAs of the main kernel, 8 warps): a gradient of theirs is not finite
   int32_t* turns;      // (sequences, 64-row blocks, 4 warps): deterministic mode; null: any order
   int32_t* longest;    // (orders, key_tiles): key tiles, those that meet most queries first; null: as they come
   int32_t plan_stride_batch, plan_stride_head;  // 0: the same plan
   int32_t order_stride_batch, order_stride_head;  // of kv heads; 0: the same order
+
+  FLASHMSA_HD mask::TwoRuns keys_of(int64_t row) const {
+    mask::TwoRuns keys = {{0, 0}, mains[row]};
+    if (firsts != nullptr) keys.first = firsts[row];
+    return keys;
+  }
+  // PERF: all of it at once. Field by field, as they are needed, is a chain of loads.
+  __device__ __forceinline__ QueryTile load_tile(int64_t index) const {
+    const int4* from = reinterpret_cast<const int4*>(tiles + index);
+    const int4 a = from[0], b = from[1];
+    return {{a.x, a.y, a.z, a.w}, b.x, b.y, {b.z, b.w}};
+  }
 };
 
 // A number on its way to dq: 64 x 64 of fp32, as the warps' accumulators hold it, four elements of each lane in a row.
@@ -102,7 +115,7 @@ struct Shared {
   using DsTile = sm90::SwizzledTile<Config::kBlockKv, Config::kBlockQ>;  // dS^T
 
   static constexpr uint32_t kStatBytes = 2 * Config::kBlockQ * sizeof(float);
-  static constexpr uint32_t kRowBytes = Config::kRowsShared ? Config::kBlockQ * sizeof(mask::TwoRuns) : 0;
+  static constexpr uint32_t kRunBytes = Config::kBlockQ * sizeof(mask::Interval);
 
   alignas(1024) char k[KTile::kBytes];
   alignas(1024) char v[KTile::kBytes];
@@ -111,8 +124,8 @@ struct Shared {
   alignas(1024) char ds[Config::kDsBuffers][DsTile::kBytes];
   alignas(1024) float staging[Config::kStagings][DqPiece::kFloats];
   alignas(128) float stats[Config::kStages][2 * Config::kBlockQ];
-  // Where the step is partial.
-  alignas(128) mask::TwoRuns rows[Config::kStages][Config::kRowsShared ? Config::kBlockQ : 1];
+  // Where the step is partial: the rows' main runs, and their first ones.
+  alignas(128) mask::Interval rows[Config::kStages][2][Config::kRowsShared ? Config::kBlockQ : 1];
   // Query tiles that the keys meet, a bit each, 32 in a word; the words of one head after those of another.
   static constexpr int32_t kFoundWords = 64;
   uint32_t found[kFoundWords];

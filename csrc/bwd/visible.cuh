@@ -9,6 +9,8 @@ namespace flashmsa::bwd {
 inline constexpr int32_t kNoCell = -2;  // beside a list's details, which are mask::kWholeCell or at least 0
 
 // The detail of a cell of the list, or kNoCell.
+// PERF: kAtOnce entries are looked at with all loads at the same time; halving alone is a chain of loads.
+template <int32_t kAtOnce = 1>
 __device__ __forceinline__ int32_t find_cell(const CellListArgs& list, int64_t slice, int32_t row, int32_t column) {
   if (row >= list.rows) return kNoCell;
   const int32_t* start = list.row_start + slice * (list.rows + 1) + row;
@@ -17,20 +19,24 @@ __device__ __forceinline__ int32_t find_cell(const CellListArgs& list, int64_t s
   const int32_t middle = begin + clamp(list.whole_count[slice * list.rows + row], 0, end - begin);
   // Whole cells ascend, and mixed ones after them.
   const auto search = [&](int32_t low, int32_t high) {
-    while (low < high) {
+    while (high - low > kAtOnce) {
       const int32_t mid = low + (high - low) / 2;
-      if (list.cells[mid] < column) {
-        low = mid + 1;
+      if (list.cells[mid] <= column) {
+        low = mid;
       } else {
         high = mid;
       }
     }
-    return low;
+    int32_t at = -1;
+#pragma unroll
+    for (int32_t i = 0; i < kAtOnce; ++i) {
+      if (low + i < high && list.cells[low + i] == column) at = low + i;
+    }
+    return at;
   };
-  const int32_t whole = search(begin, middle);
-  if (whole < middle && list.cells[whole] == column) return mask::kWholeCell;
+  if (search(begin, middle) >= 0) return mask::kWholeCell;
   const int32_t mixed = search(middle, end);
-  return mixed < end && list.cells[mixed] == column ? list.detail[mixed] : kNoCell;
+  return mixed >= 0 ? list.detail[mixed] : kNoCell;
 }
 
 // How many key tiles left of key_tile a row of cells lists; parts: key tiles in a cell.

@@ -7,7 +7,18 @@ import math
 import pytest
 import torch
 from gradients import Gradients, check_gradients, grad_like, run_and_check_backward, run_backward
-from helpers import ALL_FAMILIES, CAUSAL, DENSE, Options, Target, document, make_qkv, mask_for, poisoned_allocations
+from helpers import (
+    ALL_FAMILIES,
+    CAUSAL,
+    DENSE,
+    Blocks,
+    Options,
+    Target,
+    document,
+    make_qkv,
+    mask_for,
+    poisoned_allocations,
+)
 from test_gpu_stress import peak_of, workspace_limit
 
 import flashmsa
@@ -89,6 +100,32 @@ def test_without_determinism_by_the_rule_every_time(dim: int, family: str) -> No
 def test_longer_lengths(dtype: torch.dtype, dim: int, case) -> None:
     q, k, v = make_qkv(sm90(dtype), 1, (4, 2), 2000, 2000, dim)
     run_and_check_backward(sm90(dtype), q, k, v, case)
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+def test_long_rows_of_cells(dim: int) -> None:
+    q, k, v = make_qkv(sm90(), 1, (4, 2), 4100, 4100, dim)
+    cells = torch.rand(1, 4, 33, 33, generator=torch.Generator().manual_seed(0)) < 0.9
+    run_and_check_backward(sm90(), q, k, v, Blocks("blocks", blocks=cells, size=(128, 128)))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("family", ["causal", "document-causal", "window-keep", "blocks"])
+def test_many_heads_of_one_kv_head(dim: int, family: str) -> None:
+    """More tiles of queries than a block of threads keeps bits for: what a head gets depends on no head beside it."""
+    heads, length = 4096 // dim + 2, 4100
+    q, k, v = make_qkv(sm90(), 1, (heads, 1), length, length, dim)
+    mask = mask_for(family, 1, length, length).build("cuda")
+    d_out, d_lse = grad_like(q, v)
+    each = {}
+    for deterministic in (True, False):
+        for name, some in (("every", slice(None)), ("last", slice(-2, None))):
+            inputs = (q[:, some], k, v, mask, d_out[:, some], d_lse[:, some])
+            each[name] = run_backward(sm90(), *inputs, deterministic=deterministic)["dq"][:, -2:]
+        if deterministic:
+            assert torch.equal(each["every"], each["last"])
+        else:
+            torch.testing.assert_close(each["every"], each["last"])
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

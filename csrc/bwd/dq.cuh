@@ -1,4 +1,4 @@
-// Warpgroup 0: finds the query tiles that the CTA's keys meet, loads them, and computes dQ = dS K, which it adds to memory.
+// Which query tiles the CTA's keys meet; and warpgroup 0, which loads them and computes dQ = dS K, to be added to memory.
 #pragma once
 
 #include "bwd/shared.cuh"

@@ -6,8 +6,8 @@
 // Everything is computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T stay in registers on their way to
 // dV and dK; dS^T alone goes through shared memory, for dQ.
 //
-// Roles       warpgroup 0: finds and loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
-//             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh).
+// Roles       warpgroup 0: loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
+//             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh), and before that which query tiles there are.
 // Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
 // Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it.
 // Schedule    the numbered steps of the consumers.

@@ -34,6 +34,9 @@ struct Config {
   static constexpr int32_t kSlots = 2 * kStages * kWarps;
   static constexpr int32_t kORow = kHeadDim + 8;  // floats; 8 more, so that eight rows lie in different banks
   static_assert(kWarps % kLoaders == 0 && kThreads >= kTable);
+  // NOTE: the pool that setmaxnreg deals out is entry registers times threads; asking for more hangs for ever.
+  static constexpr int kEntryRegisters = 65536 / (kThreads * kCtas) / 8 * 8;
+  static_assert(kRegistersAttending * kWarps + kRegistersLoading * kLoaders <= kEntryRegisters * (kWarps + kLoaders));
 };
 
 // The same for a kernel of clusters.

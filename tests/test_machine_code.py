@@ -112,7 +112,7 @@ BY_WGMMA = tuple(name for name in FAMILIES if "decode" not in name)
 
 
 def functions_of(name: str, row: dict) -> int:
-    """Decode has up to head dim 128 a second kernel of each kind, which differs in its number of warps or CTAs an SM."""
+    """Up to head dim 128 decode has two kernels of each kind, of more or fewer warps or CTAs an SM."""
     return 2 if "decode" in name and row["head_dim_bucket"] <= 128 else 1
 
 

@@ -1,7 +1,8 @@
 """Dropout of attention weights: which of them are kept, for any backend and tile shape.
 
 Each weight has a draw of 16 random bits. A call of Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as
-easy as 1, 2, 3, 2011) makes those of 64 weights; its counter says where they stand. Query i, key j, head h of Hq, batch b:
+easy as 1, 2, 3, 2011) makes those of 64 weights; its counter says where they stand. Query i, key j, head h of Hq,
+batch b:
 
     counter = (low 32 bits of the offset,  (j / 64) * 4 + j % 8 / 2,  b * Hq + h,  (i / 32) * 8 + i % 8)
     key     = (low 32 bits of the seed,  high 32 bits of the seed ^ high 32 bits of the offset)
@@ -9,9 +10,9 @@ easy as 1, 2, 3, 2011) makes those of 64 weights; its counter says where they st
               numbered modulo 4;  n = j % 64 / 8;  M = 0x9E37F2D1, 0x7F4A805B, 0xC2B2A6DD, 0x85EB8C27
     draw    = half j % 2 of the word (0: the low one)
 
-So one call serves what a thread of a tensor core's fragment holds, of the scores or of their transpose. Each draw is uniform
-and any two are independent, as far as the generator's words are: exactly, but for the lowest bit or two of the draws of
-one key for two queries that share a call.
+So one call serves what a thread of a tensor core's fragment holds, of the scores or of their transpose. Each draw is
+uniform and any two are independent, as far as the generator's words are: exactly, but for the lowest bit or two of the
+draws of one key for two queries that share a call.
 
 A weight is kept where its draw's ``rank`` is at least ``threshold(p)``: the draw's place in the order of the bfloat16
 numbers, as a GPU compares them two at a time. The native backends have the same in csrc/core/philox.h.

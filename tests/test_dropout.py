@@ -198,6 +198,16 @@ def test_forward_and_backward_drop_what_the_mask_says(target: Target, dim: int, 
 
 
 @ALL
+@pytest.mark.parametrize("p", [2**-16, 32641 / 65536, 65281 / 65536, 65282 / 65536, 0.9999])
+def test_any_probability(target: Target, p: float) -> None:
+    """The least one, the draws that are zeros, and the last that GPUs compare as numbers, and beyond."""
+    wanted = flashmsa.dropout_mask(2, 4, 150, 200, p, 7, device=target.device)
+    assert torch.equal(weights_forward(target, 150, 200, 64, dropout_p=p, seed=7) != 0, wanted)
+    wanted = flashmsa.dropout_mask(2, 4, 100, 200, p, 7, device=target.device)
+    assert torch.equal(weights_backward(target, 100, 200, 64, dropout_p=p, seed=7) != 0, wanted)
+
+
+@ALL
 def test_kept_weights_are_scaled(target: Target) -> None:
     """By one over the realised keep rate, against the weights without dropout: each rounded to the dtype."""
     torch.manual_seed(5)

@@ -1,14 +1,21 @@
 """Dropout of attention weights: which of them are kept, for any backend and tile shape.
 
-Each weight has 16 random bits of its own, drawn by Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as
-easy as 1, 2, 3, 2011) from a counter that says where the weight stands. Query i, key j, head h of Hq, batch b:
+Each weight has a draw of 16 random bits. A call of Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as
+easy as 1, 2, 3, 2011) makes those of 64 weights; its counter says where they stand. Query i, key j, head h of Hq,
+batch b:
 
-    counter = ((i / 16) * 8 + i % 8,  (j / 16) * 4 + j % 8 / 2,  b * Hq + h,  low 32 bits of the offset)
+    counter = (low 32 bits of the offset,  (j / 64) * 4 + j % 8 / 2,  b * Hq + h,  (i / 32) * 8 + i % 8)
     key     = (low 32 bits of the seed,  high 32 bits of the seed ^ high 32 bits of the offset)
-    draw    = half j % 2 (0: the low one) of word (i % 16 / 8) * 2 + j % 16 / 8
+    word    = w[n] M[i % 32 / 8] + w[n + 1] (+ w[n + 2] where n >= 4)  modulo 2^32;  w: the call's four words,
+              numbered modulo 4;  n = j % 64 / 8;  M = 0x9E37F2D1, 0x7F4A805B, 0xC2B2A6DD, 0x85EB8C27
+    draw    = half j % 2 of the word (0: the low one)
 
-So one call serves the rows i and i + 8 in the keys of two pairs: what one thread of a tensor core's fragment holds. A
-weight is kept where its draw is at least ``threshold(p)``. The native backends have the same in csrc/core/philox.h.
+So one call serves what a thread of a tensor core's fragment holds, of the scores or of their transpose. Each draw is
+uniform and any two are independent, as far as the generator's words are: exactly, but for the lowest bit or two of the
+draws of one key for two queries that share a call.
+
+A weight is kept where its draw's ``rank`` is at least ``threshold(p)``: the draw's place in the order of the bfloat16
+numbers, as a GPU compares them two at a time. The native backends have the same in csrc/core/philox.h.
 """
 
 from __future__ import annotations
@@ -26,7 +33,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 2**32 - 1
 # Rows and keys that share their Philox calls.
-_GROUP = 16
+_ROWS, _KEYS = 32, 64
+_MIX = (0x9E37F2D1, 0x7F4A805B, 0xC2B2A6DD, 0x85EB8C27)
+_INFINITY = 0x7F80  # bits of bfloat16's
 
 
 def dropout_mask(
@@ -63,8 +72,19 @@ def dropout_mask(
 
 
 def threshold(p: float) -> int:
-    """Draws below this are dropped: round(65536 p), at most 65535."""
-    return min(int(p * DRAWS + 0.5), DRAWS - 1)
+    """Draws whose rank is below this are dropped: round(65536 p), at most 65535, and 32642 in place of 32641.
+
+    The latter because the draws at these places are the two zeros, which compare equal.
+    """
+    nearest = min(int(p * DRAWS + 0.5), DRAWS - 1)
+    return nearest + 1 if nearest == _INFINITY + 1 else nearest
+
+
+def rank(draws: Tensor) -> Tensor:
+    """The places of 16-bit draws among all: by value as bfloat16, -0 before 0, and at last what is no number."""
+    magnitude, sign = draws & 0x7FFF, draws >> 15
+    number = torch.where(sign != 0, _INFINITY - magnitude, _INFINITY + 1 + magnitude)
+    return torch.where(magnitude > _INFINITY, 2 * magnitude + sign, number)
 
 
 def keep_scale(p: float) -> float:
@@ -107,26 +127,33 @@ def _checked_state(seed: Tensor, device: torch.device) -> Tensor:
 def kept_rows(state: Tensor, p: float, batch: int, heads: int, rows: slice, len_kv: int) -> Tensor:
     """The query rows ``rows`` of the mask, bool (batch, heads, rows, len_kv), on the state's device."""
     device = state.device
-    first, last = rows.start // _GROUP, -(-rows.stop // _GROUP)
-    columns = -(-len_kv // _GROUP)
+    first, last = rows.start // _ROWS, -(-rows.stop // _ROWS)
+    columns = -(-len_kv // _KEYS)
     seed, offset = state[0], state[1]
     counter = (
-        torch.arange(first * 8, last * 8, device=device)[:, None],
+        offset & _WORD,
         torch.arange(columns * 4, device=device),
         torch.arange(batch * heads, device=device).view(batch, heads, 1, 1),
-        offset & _WORD,
+        torch.arange(first * 8, last * 8, device=device)[:, None],
     )
     key = (seed & _WORD, ((seed >> 32) ^ (offset >> 32)) & _WORD)
-    words = philox(counter, key)
-    # Halves j % 2, then words by j % 16 / 8 and i % 16 / 8.
     least = threshold(p)
-    kept = [torch.stack([(word & 0xFFFF) >= least, (word >> 16) >= least], -1) for word in words]
-    kept = torch.stack([torch.stack(kept[:2], -4), torch.stack(kept[2:], -4)], -5)
-    # (B, H, i half, j half, i group and i % 8, j group and pair, j % 2) to rows and keys in their order.
-    kept = kept.unflatten(-3, (last - first, 8)).unflatten(-2, (columns, 4))
-    kept = kept.permute(0, 1, 4, 2, 5, 6, 3, 7, 8).reshape(batch, heads, (last - first) * _GROUP, columns * _GROUP)
-    top = rows.start - first * _GROUP
+    kept = [
+        torch.stack([rank(word & 0xFFFF) >= least, rank(word >> 16) >= least], -1)
+        for word in mixed(philox(counter, key))
+    ]
+    # (i % 32 / 8, j % 64 / 8, B, H, i / 32 and i % 8, j / 64 and j % 8 / 2, j % 2) to rows and keys in order.
+    kept = torch.stack(kept).unflatten(0, (4, 8)).unflatten(4, (last - first, 8)).unflatten(6, (columns, 4))
+    kept = kept.permute(2, 3, 4, 0, 5, 6, 1, 7, 8)
+    kept = kept.reshape(batch, heads, (last - first) * _ROWS, columns * _KEYS)
+    top = rows.start - first * _ROWS
     return kept[:, :, top : top + rows.stop - rows.start, :len_kv]
+
+
+def mixed(words: tuple[Any, ...]) -> list[Any]:
+    """The words of draws that a call's four words make: of four queries, eight pairs of keys each."""
+    sums = [words[(n + 1) % 4] + (words[(n + 2) % 4] if n >= 4 else 0) for n in range(8)]
+    return [(_product(words[n % 4], factor)[1] + sums[n]) & _WORD for factor in _MIX for n in range(8)]
 
 
 def philox(counter: tuple[Any, ...], key: tuple[Any, ...], rounds: int = ROUNDS) -> tuple[Any, ...]:

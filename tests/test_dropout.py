@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 
 import pytest
 import torch
@@ -32,6 +33,18 @@ FEW = pytest.mark.parametrize("target", targets(auto=True, dtypes=(torch.float32
 WORD = 2**32 - 1
 
 
+def bfloat16(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+
+
+# 16-bit draws by value as bfloat16, -0 before 0; then what is no number.
+ORDER = sorted(
+    range(2**16),
+    key=lambda x: (1, x % 2**15, x // 2**15) if math.isnan(bfloat16(x)) else (0, bfloat16(x), x < 2**15),
+)
+PLACE = {draw: place for place, draw in enumerate(ORDER)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The generator
 
@@ -56,16 +69,18 @@ def test_philox_by_published_numbers(counter: tuple, key: tuple, words: tuple) -
 
 
 def is_kept(b: int, h: int, i: int, j: int, heads: int, p: float, seed: int, offset: int) -> bool:
-    """From the definition, with Python's unbounded ints."""
-    c = [i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, b * heads + h, offset % 2**32]
+    """From the definition, with Python's unbounded ints and floats."""
+    c = [offset % 2**32, j // 64 * 4 + j % 8 // 2, b * heads + h, i // 32 * 8 + i % 8]
     k = [seed % 2**32, (seed // 2**32 % 2**32) ^ (offset // 2**32 % 2**32)]
     for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b // 2**32 ^ c[1] ^ k[0], b % 2**32, a // 2**32 ^ c[3] ^ k[1], a % 2**32]
+        x, y = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [y // 2**32 ^ c[1] ^ k[0], y % 2**32, x // 2**32 ^ c[3] ^ k[1], x % 2**32]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-    word = c[i % 16 // 8 * 2 + j % 16 // 8]
+    n = j % 64 // 8
+    word = c[n % 4] * (0x9E37F2D1, 0x7F4A805B, 0xC2B2A6DD, 0x85EB8C27)[i % 32 // 8] + c[(n + 1) % 4]
+    word = (word + (c[(n + 2) % 4] if n >= 4 else 0)) % 2**32
     draw = word // 65536 if j % 2 else word % 65536
-    return draw >= min(round(p * 65536), 65535)
+    return PLACE[draw] >= min(round(p * 65536), 65535)
 
 
 @pytest.mark.parametrize(
@@ -84,33 +99,56 @@ def test_mask_by_its_definition(sizes: tuple[int, ...], seed: int, offset: int, 
     assert found.flatten().tolist() == wanted
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def assert_share(events: torch.Tensor, wanted: float, note: str) -> None:
+    """Within 4 sigma of independent events."""
+    sigma = math.sqrt(wanted * (1.0 - wanted) / events.numel())
+    assert abs(events.double().mean().item() - wanted) <= 4.0 * sigma, note
+
+
+@pytest.mark.parametrize("p", [0.001, 0.01, 0.1, 0.5, 0.9])
 def test_keep_rate(p: float) -> None:
-    """Within 4 sigma: of all weights, of every head, and of neighbours in each direction that are kept together."""
-    kept = flashmsa.dropout_mask(2, 4, 512, 512, p, 11).double()
+    """Of all weights, of every head, and of neighbours in each direction that are kept together."""
+    kept = flashmsa.dropout_mask(2, 4, 512, 512, p, 11)
     rate = 1.0 - threshold(p) / 65536
-
-    def assert_rate(draws: torch.Tensor, wanted: float, note: str) -> None:
-        sigma = math.sqrt(wanted * (1.0 - wanted) / draws.numel())
-        assert abs(draws.mean().item() - wanted) <= 4.0 * sigma, note
-
-    assert_rate(kept, rate, "all")
+    assert_share(kept, rate, "all")
     for b, h in itertools.product(range(2), range(4)):
-        assert_rate(kept[b, h], rate, f"head {h} of batch {b}")
+        assert_share(kept[b, h], rate, f"head {h} of batch {b}")
     # NOTE: disjoint pairs, which are independent draws.
-    for step in (1, 2, 8, 16):
+    for step in (1, 2, 4, 8, 16, 32, 64):
         for dim in (2, 3):
             pairs = kept.unflatten(dim, (-1, 2, step))
-            assert_rate(pairs.select(dim + 1, 0) * pairs.select(dim + 1, 1), rate**2, f"{step} apart in {dim}")
-    assert_rate(kept[:, 0] * kept[:, 1], rate**2, "heads")
-    assert_rate(kept[0] * kept[1], rate**2, "batches")
-    other = flashmsa.dropout_mask(2, 4, 512, 512, p, 12).double()
-    assert_rate(kept * other, rate**2, "seeds")
+            together = pairs.select(dim + 1, 0) & pairs.select(dim + 1, 1)
+            assert_share(together, rate**2, f"{step} apart in {dim}")
+    assert_share(kept[:, 0] & kept[:, 1], rate**2, "heads")
+    assert_share(kept[0] & kept[1], rate**2, "batches")
+    assert_share(kept & flashmsa.dropout_mask(2, 4, 512, 512, p, 12), rate**2, "seeds")
+    assert_share(kept & flashmsa.dropout_mask(2, 4, 512, 512, p, torch.tensor([11, 1])), rate**2, "offsets")
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
+def test_draws_of_one_call(p: float) -> None:
+    """Weights of the same call of the generator: any two of the 64, and any three of one pair of keys."""
+    size = 4096
+    dropped = ~flashmsa.dropout_mask(1, 1, size, size, p, 3)[0, 0]
+    # Rows i / 32, i % 32 / 8, i % 8; keys j / 64, j % 64 / 8, j % 8 / 2, j % 2.
+    calls = dropped.view(size // 32, 4, 8, size // 64, 8, 4, 2).permute(0, 2, 3, 5, 1, 4, 6).reshape(-1, 4, 16)
+    rate = threshold(p) / 65536
+    draws = calls.reshape(-1, 64).float()
+    together = (draws.mT @ draws).double() / draws.shape[0]
+    sigma = math.sqrt(rate**2 * (1.0 - rate**2) / draws.shape[0])
+    # NOTE: 2016 pairs, of which some are 3.5 sigma off.
+    off = (together - rate**2).abs().fill_diagonal_(0.0)
+    assert off.max().item() <= 4.5 * sigma
+    for queries in itertools.combinations(range(4), 3):
+        for key in range(16):
+            assert_share(calls[:, queries, key].all(1), rate**3, f"queries {queries}, key {key}")
 
 
 def test_thresholds() -> None:
     """p in steps of 1/65536, and the scale that makes up for what is dropped in fact."""
     assert [threshold(p) for p in (0.0, 2**-18, 2**-17, 0.5, 1.0 - 2**-20)] == [0, 0, 1, 32768, 65535]
+    # The draws at places 32640 and 32641 compare equal as numbers, so that both are dropped or none.
+    assert [threshold(n / 65536) for n in (32640, 32641, 32642)] == [32640, 32642, 32642]
     assert keep_scale(0.0) == 1.0 and keep_scale(0.5) == 2.0 and keep_scale(0.9999999) == 65536.0
     for p in (0.1, 0.25, 0.7):
         assert keep_scale(p) * (1.0 - threshold(p) / 65536) == pytest.approx(1.0, rel=1e-15)
@@ -157,6 +195,16 @@ def test_forward_and_backward_drop_what_the_mask_says(target: Target, dim: int, 
     assert torch.equal(found != 0, flashmsa.dropout_mask(2, 4, 150, 200, 0.3, given, device=target.device))
     found = weights_backward(target, 120, 300, dim, **options)
     assert torch.equal(found != 0, flashmsa.dropout_mask(2, 4, 120, 300, 0.3, given, device=target.device))
+
+
+@ALL
+@pytest.mark.parametrize("p", [2**-16, 32641 / 65536, 65281 / 65536, 65282 / 65536, 0.9999])
+def test_any_probability(target: Target, p: float) -> None:
+    """The least one, the draws that are zeros, and the last that GPUs compare as numbers, and beyond."""
+    wanted = flashmsa.dropout_mask(2, 4, 150, 200, p, 7, device=target.device)
+    assert torch.equal(weights_forward(target, 150, 200, 64, dropout_p=p, seed=7) != 0, wanted)
+    wanted = flashmsa.dropout_mask(2, 4, 100, 200, p, 7, device=target.device)
+    assert torch.equal(weights_backward(target, 100, 200, 64, dropout_p=p, seed=7) != 0, wanted)
 
 
 @ALL

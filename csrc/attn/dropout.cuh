@@ -14,9 +14,8 @@ namespace flashmsa::attn {
 struct DropoutParams {
   const int64_t* rng_state;
   int32_t heads_q, len_q, len_kv;
-  uint32_t threshold;   // 1 … 65535
-  uint32_t last_drop;   // threshold - 1 in both halves, and
-  uint32_t minus_last;  // its negative
+  uint32_t threshold;  // 1 … 65535
+  uint32_t least;      // where draws come in order: the first draw that is kept, as a bfloat16 number in both halves
   float keep_scale;
   bool in_order;  // rows and keys are the caller's queries and keys. Otherwise:
   int32_t first_query, first_key, token_step;
@@ -34,8 +33,7 @@ inline DropoutParams make_dropout_params(const AttentionParams& p) {
   dropout.len_q = p.len_q;
   dropout.len_kv = p.len_kv;
   dropout.threshold = dropout_threshold(p.dropout_p);
-  dropout.last_drop = (dropout.threshold - 1) * 0x10001u;
-  dropout.minus_last = (0x10001u - dropout.threshold) % 0x10000u * 0x10001u;
+  dropout.least = bf16_of_rank(min_of(dropout.threshold, kLastBf16Rank)) * 0x10001u;
   dropout.keep_scale = 65536.0f / static_cast<float>(65536u - dropout.threshold);
   dropout.in_order = draws_in_order(p);
   dropout.first_query = p.first_query;
@@ -60,13 +58,11 @@ struct SequenceDraws {
 
   __device__ __forceinline__ SequenceDraws(const DropoutParams& params, sm90::Sequence queries, int32_t kv_head)
       : params(params),
-        dropout(make_dropout(params.rng_state, 0.0, queries.batch, queries.head, params.heads_q)),
+        dropout(make_dropout(params.rng_state, params.threshold, queries.batch, queries.head, params.heads_q)),
         batch(queries.batch),
         head(queries.head),
         kv_head(kv_head),
-        residue(queries.residue) {
-    dropout.threshold = params.threshold;
-  }
+        residue(queries.residue) {}
 
   // NOTE: rows and keys past the ends are asked for too, and take those at the ends.
   __device__ __forceinline__ uint32_t query(int32_t row) const {
@@ -91,70 +87,88 @@ struct AllKept {
   __device__ __forceinline__ uint32_t keep(int /*pair*/, uint32_t weights) const { return weights; }
 };
 
-// A bit for each of a thread's weights, which come in pairs of neighbouring columns: pair n is accumulators 2n, 2n + 1.
-// PERF: both bits of a pair are 16 apart, so that two draws are compared, counted in and spread to a mask at once; and pairs
-// 2n and 2n + 1 are 8 apart, so that they share a shift.
-template <int kCount>
-struct KeptBits {
-  static constexpr int kRun = min_of(kCount / 4, 8);  // pairs 2n of a word
-  static constexpr int kWords = kCount / 4 / kRun;
-  uint32_t words[kWords];
-
-  // Of packed weights number `pair` what is kept, and 0 for the rest.
-  __device__ __forceinline__ uint32_t keep(int pair, uint32_t weights) const {
-    const uint32_t shifted = words[pair / 2 / kRun] << (pair / 2 % kRun + 8 - kRun);
-    uint32_t mask;
-    // The sign of byte 1 (0) twice, then that of byte 3 (2).
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(shifted), "r"(pair % 2 == 0 ? 0xBB99 : 0xAA88));
-    return weights & mask;
-  }
-
-  // Makes a word of its pairs in order, the even ones and the odd ones: a bit in either half.
-  struct Run {
-    uint32_t even = 0, odd = 0;
-    __device__ __forceinline__ void add(uint32_t even_pair, uint32_t odd_pair) {
-      even = even * 2 + even_pair;
-      odd = odd * 2 + odd_pair;
-    }
-    __device__ __forceinline__ uint32_t word() const { return even * 256 + odd; }
-  };
-};
-
-// 1 in each half whose draw is kept.
-__device__ __forceinline__ uint32_t kept_draws(const DropoutParams& params, uint32_t draws) {
-  return __viaddmin_u16x2(__vmaxu2(draws, params.last_drop), params.minus_last, 0x00010001u);
+// Ones in each half whose draw is kept.
+// PERF: what is no number counts as kept, by the unordered comparison.
+__device__ __forceinline__ uint32_t kept_mask(uint32_t draws, uint32_t least) {
+  uint32_t mask;
+  asm("set.geu.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(draws), "r"(least));
+  return mask;
 }
 
-// The caller's order: one call of the generator serves the 8 accumulators of a 16 x 16 block. row: this thread's first;
-// first_key: the tile's, a multiple of 16.
+// A bit for each of a thread's weights, which come in pairs of neighbouring columns: pair n is accumulators 2n, 2n + 1.
+// PERF: both bits of a pair are 16 apart, so that they spread to a mask at once; and those of pairs 2n and 2n + 1 are 8 apart,
+// so that these share a shift.
 template <int kCount>
-__device__ __forceinline__ KeptBits<kCount> draw_in_order(const DropoutParams& params, const Dropout& dropout,
-                                                          uint32_t row, int32_t first_key) {
-  using Bits = KeptBits<kCount>;
-  constexpr int kAtOnce = kCount < 64 ? 1 : 2;
-  // NOTE: the counter of Dropout::draws, stepped from block to block.
-  uint32_t rows = row / 16 * 8 + row % 8;
-  uint32_t keys = static_cast<uint32_t>(first_key) / 16 * 4 + threadIdx.x % 4;
-  // PERF: what the first rounds make of it is made anew for each key block, rather than kept in registers.
-  asm volatile("" : "+r"(rows));
-  uint32_t key0 = dropout.key0, key1 = dropout.key1;
-  Bits kept;
+struct KeptBits {
+  static constexpr int kWords = (kCount + 31) / 32;
+  uint32_t words[kWords] = {};
+
+  static __device__ __forceinline__ constexpr int place(int pair) { return pair % 16 / 2 + pair % 2 * 8; }
+
+  __device__ __forceinline__ void put(int pair, uint32_t mask) { words[pair / 16] |= mask & 0x10001u << place(pair); }
+  // When all are put. PERF: otherwise the compiler keeps what the bits are made of, for it knows each on its own.
+  __device__ __forceinline__ void seal() {
 #pragma unroll
-  for (int w = 0; w < Bits::kWords; ++w) {
-    typename Bits::Run run;
-    // PERF: two calls at a time, of which each has little to do at once. All of them together take too many registers, and
-    // where O is large two do.
-#pragma unroll(kAtOnce)
-    for (int block = 0; block < Bits::kRun / 2; ++block, keys += 4) {
-      // PERF: and the keys of the rounds for each pass, for the same reason.
-      if (block % kAtOnce == 0) asm volatile("" : "+r"(key0), "+r"(key1));
-      const PhiloxBlock drawn = philox({{rows, keys, dropout.slice, dropout.offset}}, key0, key1);
-      // Pairs in their order: the upper row, the lower one, then both 8 columns further.
-      run.add(kept_draws(params, drawn.word[0]), kept_draws(params, drawn.word[2]));
-      run.add(kept_draws(params, drawn.word[1]), kept_draws(params, drawn.word[3]));
-    }
-    kept.words[w] = run.word();
+    for (uint32_t& word : words) asm volatile("" : "+r"(word));
   }
+  __device__ __forceinline__ bool has(int e) const { return (words[e / 32] >> (place(e / 2) + e % 2 * 16) & 1u) != 0; }
+  // Of packed weights number `pair` what is kept, and 0 for the rest.
+  __device__ __forceinline__ uint32_t keep(int pair, uint32_t weights) const {
+    const uint32_t shifted = words[pair / 16] << (7 - place(pair) % 8);
+    uint32_t mask;
+    // The sign of byte 1 (0) twice, then that of byte 3 (2).
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(shifted), "n"(0xAA88));
+    if (pair % 2 != 0) asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(shifted), "n"(0xBB99));
+    return weights & mask;
+  }
+};
+
+// Calls for the two rows of a thread, and what words of theirs are multiplied by.
+struct RowPairCalls {
+  Dropout::QueryCalls calls;
+  uint32_t multiplier[2];
+
+  RowPairCalls() = default;
+  __device__ __forceinline__ RowPairCalls(const Dropout& dropout, uint32_t row)
+      : calls(dropout.calls_of_query(row)),
+        multiplier{draw_multiplier(row % 32 / 8), draw_multiplier(row % 32 / 8 + 1)} {}
+};
+
+// A key block's draws in the caller's order, made as they are asked for: one call of the generator serves the 32 accumulators
+// of a 16 x 64 block. Of packed weights number `pair` in their order, what is kept.
+// PERF: among the exponentials, whose unit leaves the others time. All draws ahead of them, in the shadow of Q K^T, cost more.
+struct Drawing {
+  const RowPairCalls& rows;
+  uint32_t keys, least;
+  mutable PhiloxBlock block;
+
+  // first_key: the tile's, a multiple of 64.
+  __device__ __forceinline__ Drawing(const DropoutParams& params, const RowPairCalls& rows, int32_t first_key)
+      : rows(rows), keys(Dropout::key_count(static_cast<uint32_t>(first_key)) + threadIdx.x % 4), least(params.least) {}
+  __device__ __forceinline__ uint32_t keep(int pair, uint32_t weights) const {
+    if (pair % 16 == 0) block = rows.calls.at(keys + pair / 4);
+    return weights & kept_mask(draw_word(block, rows.multiplier[pair % 2], pair % 16 / 2), least);
+  }
+};
+
+// The same as bits, of a tile whose first key is a multiple of 32.
+template <int kCount>
+__device__ __forceinline__ KeptBits<kCount> draw_in_order(uint32_t least, const RowPairCalls& rows, int32_t first_key) {
+  const uint32_t keys = Dropout::key_count(static_cast<uint32_t>(first_key)) + threadIdx.x % 4;
+  const bool second_half = first_key % 64 != 0;
+  KeptBits<kCount> kept;
+#pragma unroll
+  for (int call = 0; call < (kCount + 31) / 32; ++call) {
+    const PhiloxBlock block = rows.calls.at(keys + 4 * call);
+#pragma unroll
+    for (int n = 0; n < min_of(kCount / 2, 16); ++n) {
+      // Pairs in their order: the upper row, the lower one, then both 8 columns further.
+      uint32_t draws = draw_word(block, rows.multiplier[n % 2], n / 2);
+      if (kCount < 32 && second_half) draws = draw_word(block, rows.multiplier[n % 2], n / 2 + 4);
+      kept.put(16 * call + n, kept_mask(draws, least));
+    }
+  }
+  kept.seal();
   return kept;
 }
 
@@ -162,27 +176,21 @@ __device__ __forceinline__ KeptBits<kCount> draw_in_order(const DropoutParams& p
 template <int kCount>
 __device__ __forceinline__ KeptBits<kCount> draw_one_by_one(const SequenceDraws<true>& draws, int32_t row,
                                                             int32_t first_key) {
-  using Bits = KeptBits<kCount>;
   const uint32_t queries[2] = {draws.query(row), draws.query(row + 8)};
-  int32_t column = first_key + sm90::Accumulator::first_column(threadIdx.x);
-  Bits kept;
+  const int32_t first_column = first_key + sm90::Accumulator::first_column(threadIdx.x);
+  KeptBits<kCount> kept;
 #pragma unroll
-  for (int w = 0; w < Bits::kWords; ++w) {
-    typename Bits::Run run;
+  for (int w = 0; w < (kCount + 31) / 32; ++w) {
+    uint32_t word = 0;
 #pragma unroll 1
-    for (int n = 0; n < Bits::kRun; ++n, column += 8) {
-      uint32_t pairs[2] = {0, 0};
+    for (int n = 0; n < min_of(kCount / 2, 16); ++n) {
 #pragma unroll 1
       for (int parity = 0; parity < 2; ++parity) {
-        const uint32_t key = draws.key(column + parity);
-#pragma unroll
-        for (int slot = 0; slot < 2; ++slot) {
-          if (draws.dropout.keeps(queries[slot], key)) pairs[slot] |= 1u << (16 * parity);
-        }
+        const uint32_t key = draws.key(first_column + 8 * (8 * w + n / 2) + parity);
+        if (draws.dropout.keeps(queries[n % 2], key)) word |= 1u << (KeptBits<kCount>::place(n) + 16 * parity);
       }
-      run.add(pairs[0], pairs[1]);
     }
-    kept.words[w] = run.word();
+    kept.words[w] = word;
   }
   return kept;
 }

@@ -54,10 +54,10 @@ struct Config : Tiling<ElementType, kHeadDimValue, kBlockQValue, keys_of_cta(kSp
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
 //                                head_dim  split            block_q  sub_q  stages  ds  stagings
 template <class Element, class Extra>
-using Config64 = Config<Element, Extra, 64, Split::kByKeys, 128, Extra::kDropout ? 32 : 128, 3, 1, 2>;
+using Config64 = Config<Element, Extra, 64, Split::kByKeys, 128, Extra::kGeneral ? 32 : 128, 3, 1, 2>;
 template <class Element, class Extra>
-using Config128 = Config<Element, Extra, 128, Split::kByKeys, 64, Extra::kDropout ? 32 : 64, 3, 1, 2>;
+using Config128 = Config<Element, Extra, 128, Split::kByKeys, 64, Extra::kGeneral ? 32 : 64, 3, 1, 2>;
 template <class Element, class Extra>
-using Config256 = Config<Element, Extra, 256, Split::kByGradient, 64, Extra::kDropout ? 32 : 64, 2, 2, 1>;
+using Config256 = Config<Element, Extra, 256, Split::kByGradient, 64, Extra::kGeneral ? 32 : 64, 2, 2, 1>;
 
 }  // namespace flashmsa::bwd

@@ -19,6 +19,8 @@ struct KeyConsumer : Pairs<Config> {
   using typename Base::KeyOperand;
   using typename Base::S;
 
+  static constexpr bool kDropping = Config::Extra::kDropout && !Config::Extra::kGeneral;
+
   uint64_t k_descriptor, v_descriptor;
 
   __device__ __forceinline__ KeyConsumer(const KernelParams& params, S& shared, int32_t warpgroup)
@@ -43,12 +45,12 @@ struct KeyConsumer : Pairs<Config> {
     this->issue_gradient(
         dk, ds, sub == 0 ? Base::queries(shared.q[before], kSubs - 1) : Base::queries(shared.q[stage], sub - 1));
     Kept kept;
-    if constexpr (Config::Extra::kDropout) kept = this->draw(stage, sub);
+    if constexpr (Config::Extra::kGeneral) kept = this->draw(stage, sub);
 
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(s);
     Fragment p, apart;
-    Fragment& w = Config::Extra::kDropout ? apart : p;
+    Fragment& w = Config::Extra::kGeneral ? apart : p;
     this->weigh(s, p, w, kept, stage, sub);
 
     sm90::wgmma_wait<0>();  // 3
@@ -75,6 +77,45 @@ struct KeyConsumer : Pairs<Config> {
     }
   }
 
+  // The same with dropout, where the whole weights are needed until dS is made, and no registers are left for a second
+  // fragment:
+  //   1. in the shadow of the gradients of step i-1: which pairs are kept
+  //   2. the gradients arrive: Q(i-1) and dO(i-1) are free; S^T(i) = K Q(i)^T goes to the tensor cores
+  //   3. S^T(i) arrives: P^T(i), whole
+  //   4. dP^T(i) = V dO(i)^T
+  //   5. dP^T(i) arrives: dS^T(i), to shared memory for dQ; what is kept of P^T(i)
+  //   6. dV += P^T(i) dO(i), dK += dS^T(i) Q(i)
+  // PERF: one product after the other; the other warpgroup and dQ keep the tensor cores busy. S^T behind the gradients, or dP^T
+  // beside S^T, takes registers that there are not: wgmma are serialised (C7512).
+  __device__ __forceinline__ void step_dropping(float (&dk)[kGradients], float (&dv)[kGradients], uint32_t stage,
+                                                uint32_t before, const Place<Config::kDsBuffers>& buffer, int sub) {
+    const Kept kept = this->draw(stage, sub);  // 1
+    sm90::wgmma_wait<0>();                     // 2
+    sm90::pin_registers(dk);
+    sm90::pin_registers(dv);
+    if (sub == 0 && before != stage) this->release(shared.empty[before]);
+    float s[kPairs];
+    this->template issue_pairs<false>(s, k_descriptor, Base::queries(shared.q[stage], sub));
+
+    sm90::wgmma_wait<0>();  // 3
+    sm90::pin_registers(s);
+    Fragment p, ds;
+    this->weigh(s, p, p, kept, stage, sub);
+
+    float dp[kPairs];
+    this->template issue_pairs<false>(dp, v_descriptor, Base::queries(shared.dout[stage], sub));  // 4
+    sm90::wgmma_wait<0>();                                                                          // 5
+    sm90::pin_registers(dp);
+    this->differentiate(dp, p, ds, kept, stage, sub);
+    this->drop(p, kept);
+    if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
+    this->store_fragment(ds, shared.ds[buffer.stage], sub);
+    if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
+
+    this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));  // 6
+    this->issue_gradient(dk, ds, Base::queries(shared.q[stage], sub));
+  }
+
   __device__ __forceinline__ void run() {
     float dk[kGradients], dv[kGradients];
     Fragment ds;
@@ -92,11 +133,21 @@ struct KeyConsumer : Pairs<Config> {
       shared.full[at.stage].wait(at.parity);
       if (Base::uniform(shared.step[at.stage].tile) < 0) break;
 #pragma unroll
-      for (int sub = 0; sub < kSubs; ++sub) step(dk, dv, ds, at.stage, before, buffer, sub);
+      for (int sub = 0; sub < kSubs; ++sub) {
+        if constexpr (kDropping) {
+          step_dropping(dk, dv, at.stage, before, buffer, sub);
+        } else {
+          step(dk, dv, ds, at.stage, before, buffer, sub);
+        }
+      }
       before = at.stage;
       at.advance();
     }
-    if (at.stage != before) {
+    if constexpr (kDropping) {
+      sm90::wgmma_wait<0>();
+      sm90::pin_registers(dk);
+      sm90::pin_registers(dv);
+    } else if (at.stage != before) {
       this->issue_gradient(dk, ds, Base::queries(shared.q[before], kSubs - 1));
       sm90::wgmma_wait<0>();
       sm90::pin_registers(dk);

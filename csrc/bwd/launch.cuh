@@ -13,7 +13,6 @@
 #include "bwd/preprocess.cuh"
 #include "bwd/table.h"
 #include "core/cuda_check.h"
-#include "core/philox.h"
 #include "sched/tile_order.h"
 
 namespace flashmsa::bwd {
@@ -126,26 +125,6 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
   return params;
 }
 
-inline DropoutParams make_dropout_params(const AttentionParams& p) {
-  DropoutParams dropout = {};
-  dropout.keep_scale = 1.0f;
-  if (p.dropout_p == 0) return dropout;
-  const MaskArgs& m = p.mask;
-  dropout.rng_state = p.rng_state;
-  dropout.p = p.dropout_p;
-  dropout.keep_scale = 65536.0f / static_cast<float>(65536 - dropout_threshold(p.dropout_p));
-  dropout.first_query = p.first_query;
-  dropout.first_key = p.first_key;
-  dropout.token_step = p.token_step;
-  dropout.q_order = m.q_order;
-  dropout.kv_order = m.kv_order;
-  dropout.q_stride_batch = m.q_order_stride_batch;
-  dropout.q_stride_head = m.q_order_stride_head;
-  dropout.kv_stride_batch = m.kv_order_stride_batch;
-  dropout.kv_stride_head = m.kv_order_stride_head;
-  return dropout;
-}
-
 template <class Config>
 KernelParams make_params(const BackwardParams& b, const Layout& layout, const Prepared& prepared) {
   using S = Shared<Config>;
@@ -193,7 +172,7 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   params.alibi_slopes = p.alibi_slopes;
   params.alibi_stride_batch = p.alibi_stride_batch;
   params.alibi_factor = std::min(static_cast<float>(p.alibi_step / p.scale), std::numeric_limits<float>::max());
-  params.dropout = make_dropout_params(p);
+  params.dropout = attn::make_dropout_params(p);
   return params;
 }
 

@@ -89,10 +89,8 @@ struct PairGradient {
     const float p = sm90::exp2_approx(fmaf(s, params.scale_log2, -lse));
     dropped = p;
     if (params.dropout.rng_state != nullptr) {
-      const int32_t kv_head = head / params.heads_per_kv_head();
-      const bool keep = dropout_of(params, batch, head)
-                            .keeps(original_query(params, batch, head, residue, query),
-                                   original_key(params, batch, kv_head, residue, key));
+      const attn::SequenceDraws<true> draws = draws_of(params, batch, head, residue);
+      const bool keep = draws.dropout.keeps(draws.query(query), draws.key(key));
       // NOTE: a dropped weight counts as 0 and is not hidden: what is NaN stays so.
       const float factor = keep ? params.dropout.keep_scale : 0.0f;
       dropped *= factor;

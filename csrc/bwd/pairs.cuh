@@ -150,17 +150,17 @@ struct Pairs {
       return cell_shows(params.list, step.detail, query, static_cast<uint32_t>(key_of(e)) % mask::kCell);
     };
     if constexpr (kWide) {
-      KeptBits<kPairs> bits;
+      uint32_t bits[kPairs / 32];
 #pragma unroll
       for (int w = 0; w < kPairs / 32; ++w) {
         uint32_t word = 0;
 #pragma unroll 1
         for (int e = 0; e < 32; ++e) word |= static_cast<uint32_t>(shown(32 * w + e)) << e;
-        bits.words[w] = word;
+        bits[w] = word;
       }
 #pragma unroll
       for (int e = 0; e < kPairs; ++e) {
-        if (!bits.has(e)) s[e] = attn::kNegativeInfinity;
+        if ((bits[e / 32] >> (e % 32) & 1u) == 0) s[e] = attn::kNegativeInfinity;
       }
     } else {
 #pragma unroll
@@ -205,11 +205,11 @@ struct Pairs {
     if constexpr (Extra::kGeneral) {
       return draw_one_by_one<kPairs>(params, shared.key_tile, step.head, first_query, first_key);
     } else {
-      return draw_in_order<kPairs>(params, shared.key_tile.batch, step.head, first_query, first_key);
+      return draw_in_order<kPairs>(params.dropout, shared.key_tile.batch, step.head, first_query, first_key);
     }
   }
 
-  // P^T = 2^(S^T scale - lse), rounded: `p` for dV, and for dS `w`: before dropout, times the slope.
+  // P^T = 2^(S^T scale - lse), rounded: before dropout, and with a slope `w` for dS, times it, and `p` for dV, what is kept.
   __device__ __forceinline__ void exponentiate(const float (&s)[kPairs], const float (&slope)[kPairs], Fragment& p,
                                                Fragment& w, const Kept& kept, uint32_t stage, int sub) {
 #pragma unroll
@@ -220,14 +220,20 @@ struct Pairs {
         const int e = 4 * n + 2 * slot;
         const float p0 = sm90::exp2_approx(fmaf(s[e], params.scale_log2, -lse.x));
         const float p1 = sm90::exp2_approx(fmaf(s[e + 1], params.scale_log2, -lse.y));
-        p[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(kept.has(e) ? p0 : 0.0f, kept.has(e + 1) ? p1 : 0.0f);
+        uint32_t& weights = p[n / 2][n % 2 * 2 + slot];
+        weights = sm90::pack2<Element>(p0, p1);
         if constexpr (Extra::kGeneral) {
+          weights = kept.keep(e / 2, weights);
           w[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(p0 * slope[e], p1 * slope[e + 1]);
-        } else if constexpr (Extra::kDropout) {
-          w[n / 2][n % 2 * 2 + slot] = sm90::pack2<Element>(p0, p1);
         }
       }
     }
+  }
+
+  // P^T, made without a slope, to what is kept of it.
+  __device__ __forceinline__ void drop(Fragment& p, const Kept& kept) {
+#pragma unroll
+    for (int n = 0; n < kPairs / 2; ++n) p[n / 4][n % 4] = kept.keep(n, p[n / 4][n % 4]);
   }
 
   // S^T, as it comes, to the weights.

@@ -137,7 +137,7 @@ struct Postprocess {
 
 // A CTA has 64 rows of dQ, or four warps of the main kernel, or both.
 template <class Tiles>
-__global__ void __launch_bounds__(kPostprocessThreads)
+__global__ void __launch_bounds__(kPostprocessThreads, 3)
     postprocess_kernel(const __grid_constant__ KernelParams params, int32_t blocks) {
   __shared__ __align__(1024) char staging[Postprocess<Tiles>::RowTile::kBytes];
   Postprocess<Tiles> post{params};

@@ -1,6 +1,7 @@
 // The backward kernels' parameters and the plan of shared memory.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "attn/score.cuh"
 #include "bwd/config.h"
 #include "core/params.h"
@@ -56,17 +57,6 @@ struct DqPiece {
   static FLASHMSA_HD constexpr uint32_t offset(uint32_t lane, uint32_t e) { return (e / 4 * 32 + lane) * 4 + e % 4; }
 };
 
-// What core/philox.h needs: the draws' key, and the caller's indices of queries and keys.
-struct DropoutParams {
-  const int64_t* rng_state;  // null: none
-  double p;
-  float keep_scale;
-  int32_t first_query, first_key, token_step;
-  const int32_t* q_order;  // instead of these; null: not
-  const int32_t* kv_order;
-  int64_t q_stride_batch, q_stride_head, kv_stride_batch, kv_stride_head;
-};
-
 struct KernelParams {
   sm90::TensorMap q, dout, k, v, dk, dv;
   TensorRef q_rows, dout_rows, k_rows, v_rows, dq_rows, dk_rows, dv_rows;  // the same tensors, for the slow path
@@ -81,7 +71,7 @@ struct KernelParams {
   const float* alibi_slopes;  // null: none; (heads_q) or (batch, heads_q)
   int64_t alibi_stride_batch;
   float alibi_factor;  // from a slope to S's unit a key
-  DropoutParams dropout;
+  attn::DropoutParams dropout;  // rng_state null: none
 
   // What kept weights, and with them dV, are multiplied by.
   FLASHMSA_HD float value_scale() const { return dropout.rng_state != nullptr ? dropout.keep_scale : 1.0f; }

@@ -39,10 +39,11 @@ struct SplitConsumer : Pairs<Config> {
   __device__ __forceinline__ void make_p(float (&s)[kPairs], Fragment& weights, const Kept& kept, uint32_t stage,
                                          const Buffer& buffer, int sub) {
     Fragment apart;
-    Fragment& w = kDropout ? apart : weights;
+    Fragment& w = Config::Extra::kGeneral ? apart : weights;
     this->weigh(s, weights, w, kept, stage, sub);
     if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
     this->store_fragment(w, shared.ds[buffer.stage], sub);
+    if constexpr (kDropout && !Config::Extra::kGeneral) this->drop(weights, kept);
     __syncwarp();
     if (sub == kSubs - 1) this->release(shared.full_p[buffer.stage]);
   }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/philox.h"
 #include "core/types.h"
 
 namespace flashmsa {
@@ -128,10 +129,11 @@ struct AttentionParams {
   MaskArgs mask;
 };
 
-// Whether rows and keys are the caller's queries and keys, by which draws are keyed.
+// Whether rows and keys are the caller's queries and keys, by which draws are keyed, and draws can be compared as numbers:
+// what the kernels draw quickly.
 constexpr bool draws_in_order(const AttentionParams& p) {
   return p.mask.q_order == nullptr && p.mask.kv_order == nullptr && p.residues == 1 && p.token_step == 1 &&
-         p.first_query == 0 && p.first_key == 0;
+         p.first_query == 0 && p.first_key == 0 && dropout_threshold(p.dropout_p) <= kLastBf16Rank;
 }
 
 // The gradients of one call. `forward` holds what went in, and `out` and `lse` as they came out (both are read; lse is

@@ -79,7 +79,8 @@ BlockDropout make_dropout(const AttentionParams& params, const Place& place) {
   if (params.dropout_p <= 0) return dropout;
   const MaskArgs& m = params.mask;
   const int32_t head_kv = place.head / (params.heads_q / params.heads_kv);
-  dropout.head = flashmsa::make_dropout(params.rng_state, params.dropout_p, place.batch, place.head, params.heads_q);
+  dropout.head = flashmsa::make_dropout(params.rng_state, dropout_threshold(params.dropout_p), place.batch, place.head,
+                                        params.heads_q);
   dropout.step = params.token_step;
   dropout.first_query = int64_t{params.first_query} + place.residue + place.first_row * dropout.step;
   dropout.first_key = int64_t{params.first_key} + place.residue;
@@ -93,35 +94,26 @@ BlockDropout make_dropout(const AttentionParams& params, const Place& place) {
 
 namespace {
 
-// Bits of the draws of (i, j), (i, j + 1), (i, j + 8) and (i, j + 9) that keep, at those bits; j is even, j % 16 < 8.
-uint32_t kept_of(const Dropout& head, const PhiloxBlock& draws, uint32_t i) {
-  const uint32_t* words = draws.word + i % 16 / 8 * 2;
-  const auto keeps = [&](uint32_t draw) { return static_cast<uint32_t>(draw >= head.threshold); };
-  return keeps(words[0] & 0xFFFFu) | keeps(words[0] >> 16) << 1 | keeps(words[1] & 0xFFFFu) << 8 |
-         keeps(words[1] >> 16) << 9;
-}
-
-// Rows and keys that follow one another in the caller's order: a call of philox gives four keys of two rows.
+// Rows and keys that follow one another in the caller's order: a call of philox gives 16 keys of a row.
 void find_kept_in_order(const BlockDropout& dropout, int32_t rows, int64_t first, int32_t count, uint64_t* kept) {
-  const uint32_t first_key = dropout.key(first);
-  const uint32_t begin = first_key / 16, end = (first_key + static_cast<uint32_t>(count) - 1) / 16 + 1;
-  const auto put = [&](int32_t row, uint32_t group, uint32_t bits) {
-    const int32_t shift = static_cast<int32_t>(group * 16 - first_key);
-    kept[row] |= shift >= 0 ? uint64_t{bits} << shift : uint64_t{bits} >> -shift;
-  };
+  const uint32_t first_key = dropout.key(first), threshold = dropout.head.threshold;
+  const uint32_t begin = first_key / 64, end = (first_key + static_cast<uint32_t>(count) - 1) / 64 + 1;
   for (int32_t row = 0; row < rows; ++row) {
-    const uint32_t i = dropout.query(row);
-    if (i % 16 >= 8 && row >= 8) continue;  // done with the row 8 before
-    const bool two = i % 16 < 8 && row + 8 < rows;
+    const uint32_t i = dropout.query(row), multiplier = draw_multiplier(i % 32 / 8);
+    const Dropout::QueryCalls calls = dropout.head.calls_of_query(i);
     for (uint32_t group = begin; group < end; ++group) {
-      uint32_t bits = 0, bits_below = 0;
+      uint64_t bits = 0;
       for (uint32_t pair = 0; pair < 8; pair += 2) {
-        const PhiloxBlock draws = dropout.head.draws(i, group * 16 + pair);
-        bits |= kept_of(dropout.head, draws, i) << pair;
-        if (two) bits_below |= kept_of(dropout.head, draws, i + 8) << pair;
+        const PhiloxBlock block = calls.at(Dropout::key_count(group * 64 + pair));
+        for (uint32_t n = 0; n < 8; ++n) {
+          const uint32_t word = draw_word(block, multiplier, n);
+          const uint32_t two = static_cast<uint32_t>(bf16_rank(word & 0xFFFFu) >= threshold) |
+                               static_cast<uint32_t>(bf16_rank(word >> 16) >= threshold) << 1;
+          bits |= uint64_t{two} << (8 * n + pair);
+        }
       }
-      put(row, group, bits);
-      if (two) put(row + 8, group, bits_below);
+      const int32_t shift = static_cast<int32_t>(group * 64 - first_key);
+      kept[row] |= shift >= 0 ? bits << shift : bits >> -shift;
     }
   }
 }

@@ -172,17 +172,20 @@ struct Consumer {
   __device__ __forceinline__ void release_k() { release(shared.empty_k[S::KvRing::stage(key_blocks)]); }
   __device__ __forceinline__ void release_v() { release(shared.empty_v[S::KvRing::stage(key_blocks - 1)]); }
 
-  // Bits of the weights that are kept.
-  using Kept = std::conditional_t<Score::kDropout, attn::KeptBits<kScores>, attn::AllKept>;
+  // Which weights of a key block dropout keeps. PERF: drawn among the exponentials, where the registers suffice; else before,
+  // while S is on its way, and kept as bits.
+  static constexpr bool kDrawsLate = !Score::kGeneral && Config::kHeadDim <= 128;
+  using Kept =
+      std::conditional_t<Score::kDropout, std::conditional_t<kDrawsLate, attn::Drawing, attn::KeptBits<kScores>>,
+                         attn::AllKept>;
 
   // What lives for one tile beside the numbers: its rows' keys, and with ALiBi their places.
   struct Rows {
     typename Mask::Row keys[2];
     int32_t position[Score::kAlibi ? 2 : 1];
     float slope;
-    // Dropout in the caller's order
-    std::conditional_t<Score::kDropout && !Score::kGeneral, Dropout, attn::NoRowDraws> dropout;
-    int32_t first_row;  // this thread's
+    // Dropout in the caller's order.
+    std::conditional_t<Score::kDropout && !Score::kGeneral, attn::RowPairCalls, attn::NoRowDraws> calls;
   };
 
   __device__ __forceinline__ Rows make_rows() const {
@@ -200,13 +203,14 @@ struct Consumer {
       if (!Score::kGeneral || params.alibi_slopes != nullptr) rows.slope = alibi_slope(tile);
     }
     if constexpr (Score::kDropout && !Score::kGeneral) {
-      rows.dropout = draws(tile).dropout;
+      Dropout dropout = draws(tile).dropout;
       // PERF: known to be the same in all lanes they lie in uniform registers.
-      rows.dropout.key0 = uniform(rows.dropout.key0);
-      rows.dropout.key1 = uniform(rows.dropout.key1);
-      rows.dropout.slice = uniform(rows.dropout.slice);
-      rows.dropout.offset = uniform(rows.dropout.offset);
-      rows.first_row = first_row() + lane() / 4;
+      dropout.key0 = uniform(dropout.key0);
+      dropout.key1 = uniform(dropout.key1);
+      dropout.slice = uniform(dropout.slice);
+      dropout.offset = uniform(dropout.offset);
+      rows.calls = attn::RowPairCalls(dropout, first_row() + lane() / 4);
+      for (uint32_t& multiplier : rows.calls.multiplier) multiplier = uniform(multiplier);
     }
     return rows;
   }
@@ -216,20 +220,19 @@ struct Consumer {
   }
 
   // Which weights of a key block dropout keeps.
-  // PERF: while the block's S is on its way, as the bits it leaves are few. What it needs is read again each time: the
-  // registers are all in use.
   __device__ __forceinline__ Kept draw(const KeyBlock& block, const Rows& rows) const {
     if constexpr (!Score::kDropout) {
       return {};
+    } else if constexpr (kDrawsLate) {
+      return {params.dropout, rows.calls, block.first_key};
+    } else if constexpr (!Score::kGeneral) {
+      return attn::draw_in_order<kScores>(params.dropout.least, rows.calls, block.first_key);
     } else {
-      if constexpr (!Score::kGeneral) {
-        return attn::draw_in_order<kScores>(params.dropout, rows.dropout, rows.first_row, block.first_key);
-      } else {
-        const attn::SequenceDraws<true> head = draws(work());
-        const int32_t row = first_row() + lane() / 4;
-        if (!params.dropout.in_order) return attn::draw_one_by_one<kScores>(head, row, block.first_key);
-        return attn::draw_in_order<kScores>(params.dropout, head.dropout, row, block.first_key);
-      }
+      // NOTE: all that is needed is read again each time: the registers are in use.
+      const attn::SequenceDraws<true> head = draws(work());
+      const int32_t row = first_row() + lane() / 4;
+      if (!params.dropout.in_order) return attn::draw_one_by_one<kScores>(head, row, block.first_key);
+      return attn::draw_in_order<kScores>(params.dropout.least, attn::RowPairCalls(head.dropout, row), block.first_key);
     }
   }
 

@@ -1,6 +1,8 @@
-// Dropout's draws: the published answers of Philox4x32-7, the threshold, and the CPU backend's bits of a tile against the
-// draws one by one.
+// Dropout's draws: the published answers of Philox4x32-7, calls whose first rounds are shared, the order of draws, the
+// threshold, and the CPU backend's bits of a tile against the draws one by one.
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "check.h"
 #include "core/philox.h"
@@ -33,26 +35,66 @@ void check_thresholds() {
   CHECK(dropout_threshold(0.0) == 0, "p 0");
   CHECK(dropout_threshold(0.25) == 16384, "p 1/4");
   CHECK(dropout_threshold(0.1) == 6554, "p 0.1: %u", dropout_threshold(0.1));
+  CHECK(dropout_threshold(32641 / 65536.0) == 32642, "the zeros are dropped together");
   CHECK(dropout_threshold(0.9999999) == 65535, "p near 1 keeps a draw: %u", dropout_threshold(0.9999999));
   Dropout dropout;
   dropout.threshold = 49152;
   CHECK(dropout.keep_scale() == 4.f, "%g", dropout.keep_scale());
 }
 
-// Each of the eight pairs that share a call has draws of its own.
-void check_draws_differ() {
+// A call by what its query or its key alone makes of it is that call.
+void check_shared_rounds(Random& random) {
+  const auto word = [&] { return static_cast<uint32_t>(random.bits()) >> random.between(0, 31); };
+  for (int32_t trial = 0; trial < 1000; ++trial) {
+    const Dropout dropout = {word(), word(), word(), word(), 1};
+    const uint32_t i = word(), j = word(), keys = Dropout::key_count(j), queries = Dropout::query_count(i);
+    const PhiloxBlock want = philox({{dropout.offset, keys, dropout.slice, queries}}, dropout.key0, dropout.key1);
+    const PhiloxBlock by_query = dropout.calls_of_query(i).at(keys), by_key = dropout.calls_of_key(j).at(queries);
+    for (int32_t w = 0; w < 4; ++w) {
+      CHECK(by_query.word[w] == want.word[w], "query %u key %u word %d", i, j, w);
+      CHECK(by_key.word[w] == want.word[w], "key %u query %u word %d", j, i, w);
+    }
+  }
+}
+
+// Ranks are places: each is taken once, and numbers that are smaller come first.
+void check_ranks() {
+  const auto value = [](uint32_t bits) {
+    const uint32_t wide = bits << 16;
+    float x;
+    std::memcpy(&x, &wide, sizeof(x));
+    return x;
+  };
+  std::vector<uint32_t> bits_at(65536, 65536);
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const uint32_t rank = bf16_rank(bits);
+    CHECK(rank < 65536 && bits_at[rank] == 65536, "rank %u of %04x", rank, bits);
+    if (rank < 65536) bits_at[rank] = bits;
+    if (rank <= kLastBf16Rank) CHECK(bf16_of_rank(rank) == bits, "%04x", bits);
+  }
+  for (uint32_t rank = 0; rank < kLastBf16Rank; ++rank) {
+    CHECK(value(bits_at[rank]) < value(bits_at[rank + 1]) || rank == kBf16Infinity, "rank %u", rank);
+  }
+  CHECK(bits_at[kLastBf16Rank] == kBf16Infinity, "%04x", bits_at[kLastBf16Rank]);
+}
+
+// The pairs that share a call: a word for each query and two keys, half a word for each pair.
+void check_shared_calls() {
   Dropout dropout;
   dropout.key0 = 7;
-  const PhiloxBlock block = dropout.draws(3, 4);
-  uint64_t seen = 0;
-  for (uint32_t i : {3u, 11u}) {
-    for (uint32_t j : {4u, 5u, 12u, 13u}) {
-      const PhiloxBlock other = dropout.draws(i, j);
-      for (int32_t w = 0; w < 4; ++w) CHECK(other.word[w] == block.word[w], "query %u key %u: another call", i, j);
-      const int32_t half = static_cast<int32_t>((i / 8 * 2 + j % 16 / 8) * 2 + j % 2);
-      CHECK((seen >> half & 1) == 0, "query %u key %u shares a draw", i, j);
-      seen |= uint64_t{1} << half;
-      CHECK(Dropout::draw(block, i, j) == (block.word[half / 2] >> half % 2 * 16 & 0xFFFF), "query %u key %u", i, j);
+  const PhiloxBlock block = dropout.call(3, 68);
+  const uint32_t multipliers[4] = {0x9E37F2D1u, 0x7F4A805Bu, 0xC2B2A6DDu, 0x85EB8C27u};
+  for (uint32_t q = 0; q < 4; ++q) {
+    for (uint32_t n = 0; n < 8; ++n) {
+      const uint32_t* w = block.word;
+      const uint32_t sum = n < 4 ? w[(n + 1) % 4] : w[(n + 1) % 4] + w[(n + 2) % 4];
+      const uint32_t word = w[n % 4] * multipliers[q] + sum;
+      for (uint32_t half = 0; half < 2; ++half) {
+        const uint32_t i = 3 + 8 * q, j = 68 + 8 * n + half;
+        const PhiloxBlock other = dropout.call(i, j);
+        for (int32_t x = 0; x < 4; ++x) CHECK(other.word[x] == block.word[x], "query %u key %u: another call", i, j);
+        CHECK(Dropout::draw(block, i, j) == (word >> 16 * half & 0xFFFF), "query %u key %u", i, j);
+      }
     }
   }
 }
@@ -96,7 +138,9 @@ int main() {
   test::Random random(1);
   test::check_known_answers();
   test::check_thresholds();
-  test::check_draws_differ();
+  test::check_ranks();
+  test::check_shared_rounds(random);
+  test::check_shared_calls();
   test::check_tiles(random);
   return test::report("test_dropout");
 }

@@ -44,6 +44,8 @@ struct Config : Tiling<ElementType, kHeadDimValue, kBlockQValue, keys_of_cta(kSp
   static constexpr int32_t kStages = kStagesValue;    // steps of Q and dO in flight
   static constexpr int32_t kDsBuffers = kDsBuffersValue;  // of dS on its way to dQ
   static constexpr int32_t kStagings = kStagingsValue;  // pieces of dQ on their way to memory
+  // Deterministic mode: steps whose turns end together, by one fence.
+  static constexpr int32_t kTurns = kSplit == Split::kByKeys ? 2 : 1;
   static constexpr int32_t kRegistersProducer = 72;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = 216;
   static constexpr int32_t kConsumerWarpgroups = 2;

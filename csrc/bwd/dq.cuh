@@ -10,7 +10,7 @@
 namespace flashmsa::bwd {
 
 // Walks over the query tiles of a key tile, head by head. A warp's work: each lane looks at a tile of its own.
-template <class Config>
+template <class Config, bool kOrdered>
 struct Walk {
   using S = Shared<Config>;
 
@@ -49,7 +49,7 @@ struct Walk {
   }
 
   // Which of the 32 tiles the keys meet.
-  __device__ __forceinline__ void look(bool turns) {
+  __device__ __forceinline__ void look([[maybe_unused]] bool turns) {
     const int32_t tile = base + threadIdx.x % 32;
     const int32_t n = key_tile.tile;
     bool meets = false, hides = false;
@@ -66,23 +66,31 @@ struct Walk {
         meets = detail != kNoCell;
         hides |= detail != mask::kWholeCell;
       }
-      if (meets && turns) turn = turn_of(plan, tile, in_first);
+      if constexpr (kOrdered) {
+        if (meets && turns) turn = turn_of(plan, tile);
+      }
     }
     found = __ballot_sync(~0u, meets);
     partial = __ballot_sync(~0u, meets && hides);
   }
 
-  // How many key tiles before this one meet the same queries. They are started before this one.
-  __device__ __forceinline__ int32_t turn_of(const QueryTile& plan, int32_t tile, bool in_first) const {
-    const int32_t n = key_tile.tile, first = plan.first_end - plan.first_begin;
-    if (params.list.rows == 0) return in_first ? n - plan.first_begin : first + n - plan.main.begin;
+  // How many key tiles that start before this one meet the same queries.
+  __device__ __forceinline__ int32_t turn_of(const QueryTile& plan, int32_t tile) const {
+    const KeyOrder& order = params.key_order;
+    const int32_t n = key_tile.tile;
+    if (params.list.rows == 0) {
+      return order.before(n, [&](int32_t begin, int32_t end) {
+        return max_of(min_of(end, plan.main.end) - max_of(begin, plan.main.begin), 0) +
+               max_of(min_of(end, plan.first_end) - max_of(begin, plan.first_begin), 0);
+      });
+    }
     const int64_t slice = list_slice(params.list, key_tile.batch, head);
-    const auto before = [&](int32_t key_tile) {
-      return listed_before(params.list, slice, tile * Config::kBlockQ / mask::kCell, key_tile,
-                           mask::kCell / Config::kBlockKv);
-    };
-    if (in_first) return before(n) - before(plan.first_begin);
-    return before(plan.first_end) - before(plan.first_begin) + before(n) - before(plan.main.begin);
+    return count_listed(params.list, slice, tile * Config::kBlockQ / mask::kCell, mask::kCell / Config::kBlockKv,
+                        [&](int32_t other) {
+                          const bool meets = (other >= plan.main.begin && other < plan.main.end) ||
+                                             (other >= plan.first_begin && other < plan.first_end);
+                          return meets && order.starts_before(other, n);
+                        });
   }
 
   // The next step; tile negative after the last.
@@ -96,14 +104,13 @@ struct Walk {
         base = 0;
       }
       // PERF: a look takes a chain of loads, so it is left out where the words say enough.
-      const bool turns = params.prepared.turns != nullptr;
       if (++word < S::kFoundWords) {
         found = shared.found[word];
         partial = shared.partial[word];
         detail = mask::kWholeCell;
-        if (found == 0 || !(turns || (partial != 0 && params.list.rows > 0))) continue;
+        if (found == 0 || !(kOrdered || (partial != 0 && params.list.rows > 0))) continue;
       }
-      look(turns);
+      look(kOrdered);
     }
     const int32_t at = __ffs(found) - 1;
     found &= found - 1;
@@ -112,7 +119,7 @@ struct Walk {
   }
 };
 
-template <class Config>
+template <class Config, bool kOrdered>
 struct DqWarpgroup {
   using S = Shared<Config>;
   using Element = typename Config::Element;
@@ -120,6 +127,8 @@ struct DqWarpgroup {
   using DsOperand = sm90::MnMajor<typename S::DsTile>;
   using KOperand = sm90::MnMajor<typename S::KTile>;
   static constexpr int32_t kColumnPieces = Config::kHeadDim / 64;
+  // Whether a step's pieces wait for their turn in shared memory, and dS is free meanwhile.
+  static constexpr bool kHeld = kOrdered && Config::kStagings >= Config::kPieces;
 
   const KernelParams& params;
   S& shared;
@@ -178,11 +187,11 @@ struct DqWarpgroup {
     sm90::wgmma_commit();
   }
 
-  // Adds a warp's part of a piece to memory, by way of shared memory.
-  __device__ __forceinline__ void add(const float (&dq)[32], int32_t staging, float* target) {
-    float* part = shared.staging[staging] + warp() * DqPiece::kWarpFloats;
-    // SYNC: the copy that used this buffer last has read it.
-    if (sm90::elect()) sm90::ptx::cp_async_bulk_wait_group_read(sm90::ptx::n32_t<Config::kStagings - 1>{});
+  // A warp's part of a piece to shared memory, on its way to the sum.
+  __device__ __forceinline__ void stage(const float (&dq)[32], int32_t piece) {
+    float* part = shared.staging[piece % Config::kStagings] + warp() * DqPiece::kWarpFloats;
+    // SYNC: the copy that used this buffer last has read it. Held pieces were all copied in the step before.
+    if ((!kHeld || piece == 0) && sm90::elect()) sm90::wait_stores_read<kHeld ? 0 : Config::kStagings - 1>();
     __syncwarp();
 #pragma unroll
     for (int e = 0; e < 32; e += 4) {
@@ -190,35 +199,49 @@ struct DqWarpgroup {
     }
     sm90::fence_async_proxy();
     __syncwarp();
-    if (sm90::elect()) {
-      sm90::ptx::cp_reduce_async_bulk(sm90::ptx::space_global, sm90::ptx::space_shared, sm90::ptx::op_add,
-                                      target + warp() * DqPiece::kWarpFloats, part,
-                                      DqPiece::kWarpFloats * sizeof(float));
-      sm90::ptx::cp_async_bulk_commit_group();
-    }
   }
 
-  // Deterministic mode: key tiles add to the same 16 rows in their order. Those before are of CTAs started earlier, which
-  // wait for none that starts later.
-  // SYNC: a turn begins when what was added in the one before is complete in memory.
-  __device__ __forceinline__ void wait_turn(int64_t block, int32_t turn) {
-    if (params.prepared.turns == nullptr || !sm90::elect()) return;
-    const int32_t* at = params.prepared.turns + block * 4 + warp();
-    while (sm90::load_acquire(at) < turn) {
-    }
+  // Adds it to memory. One thread.
+  __device__ __forceinline__ void add(int32_t piece, float* target) {
+    const float* part = shared.staging[piece % Config::kStagings] + warp() * DqPiece::kWarpFloats;
+    sm90::ptx::cp_reduce_async_bulk(sm90::ptx::space_global, sm90::ptx::space_shared, sm90::ptx::op_add,
+                                    target + piece * DqPiece::kFloats + warp() * DqPiece::kWarpFloats, part,
+                                    DqPiece::kWarpFloats * sizeof(float));
+    sm90::ptx::cp_async_bulk_commit_group();
   }
-  // Ends the turns at the blocks of a step, which is the one before: by now its additions are complete without a wait.
-  __device__ __forceinline__ void end_turns(int64_t block) {
-    if (params.prepared.turns == nullptr || block < 0 || !sm90::elect()) return;
-    sm90::wait_stores();
+
+  // Deterministic mode: key tiles add to the same 16 rows in the order in which they started, which is each warp's own affair.
+  // A turn begins when those before have ended; `seen` of them had when this was asked last. One thread.
+  // SYNC: nothing is read of what they wrote, and the L2, where sums are made, takes an addition that is issued behind this
+  // loop after theirs. So there is nothing to acquire.
+  __device__ __forceinline__ void wait_turn(int32_t at, int32_t turn, int32_t seen) const {
+    while (seen < turn) seen = sm90::load_relaxed(turns(at));
+  }
+  __device__ __forceinline__ int32_t* turns(int32_t at) const {
+    return params.prepared.turns + int64_t{at} * 4 + warp();
+  }
+
+  // Ends the turns of the steps before, when there are kTurns of them or these are the last.
+  // SYNC: additions that are complete are so for this thread. Without the fence another SM's, let in by the counter, were
+  // seen to come before them.
+  __device__ __forceinline__ void end_turns(int32_t (&open)[Config::kTurns], int32_t& count, bool last) const {
+    if (!last && ++count < Config::kTurns) return;
+    count = 0;
+    if (sm90::elect()) {
+      sm90::wait_stores();
+      sm90::fence_gpu();
 #pragma unroll
-    for (int i = 0; i < Config::kBlockQ / 64; ++i) {
-      sm90::add_release(params.prepared.turns + (block + i) * 4 + warp(), 1);
+      for (int i = 0; i < Config::kTurns; ++i) {
+        if (open[i] >= 0) sm90::add_relaxed(turns(open[i]), 1);
+      }
     }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < Config::kTurns; ++i) open[i] = -1;
   }
 
   __device__ void run() {
-    Walk<Config> walk(params, shared);
+    Walk<Config, kOrdered> walk(params, shared);
     Place<Config::kStages> ahead;
     bool more = true;
     // SYNC: one warp loads; `ahead` is as many steps in front of the others' as there are stages, less one.
@@ -237,36 +260,52 @@ struct DqWarpgroup {
 
     Place<Config::kStages> at;
     Place<Config::kDsBuffers> buffer;
-    int64_t before = -1;  // the 64-row blocks of the step before
+    [[maybe_unused]] int32_t open[Config::kTurns], steps = 0;  // tiles whose turns are to end
+#pragma unroll
+    for (int i = 0; i < Config::kTurns; ++i) open[i] = -1;
 #pragma unroll 1
     for (;; at.advance(), buffer.advance()) {
       load_next();
       shared.full[at.stage].wait(at.parity);
       const int32_t tile = __shfl_sync(~0u, shared.step[at.stage].tile, 0);
       if (tile < 0) break;
-      const int64_t block =
-          (params.sequence(key_tile.batch, shared.step[at.stage].head, key_tile.residue) * params.q_tiles + tile) *
-          (Config::kBlockQ / 64);
-      const int32_t turn = shared.step[at.stage].turn;
+      const int64_t place =
+          params.sequence(key_tile.batch, shared.step[at.stage].head, key_tile.residue) * params.q_tiles + tile;
+      [[maybe_unused]] const int32_t turn = shared.step[at.stage].turn;
       // SYNC: the four warps need not keep step. A stage is filled again only when all of them have read whose it was.
       __syncwarp();
       if (lane() == 0) shared.empty[at.stage].arrive();
-      float* target = params.prepared.dq + block * (kColumnPieces * DqPiece::kFloats);
+      float* target = params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats);
+      [[maybe_unused]] int32_t seen = 0;
+      if (kOrdered && sm90::elect()) seen = sm90::load_relaxed(turns(static_cast<int32_t>(place)));
       shared.full_ds[buffer.stage].wait(buffer.parity);
 #pragma unroll
       for (int32_t piece = 0; piece < Config::kPieces; ++piece) {
         float dq[32];
         multiply(dq, piece, buffer.stage);
-        if (piece == 0) end_turns(before);
+        // NOTE: behind a product in flight, and a step late: by now most additions are complete.
+        if (kOrdered && piece == 0) end_turns(open, steps, false);
         sm90::wgmma_wait<0>();
         sm90::pin_registers(dq);
         if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
-        if (piece % kColumnPieces == 0) wait_turn(block + piece / kColumnPieces, turn);
-        add(dq, piece % Config::kStagings, target + piece * DqPiece::kFloats);
+        stage(dq, piece);
+        if (!kHeld && sm90::elect()) {
+          if (kOrdered && piece == 0) wait_turn(static_cast<int32_t>(place), turn, seen);
+          add(piece, target);
+        }
       }
-      before = block;
+      if (kHeld && sm90::elect()) {
+        wait_turn(static_cast<int32_t>(place), turn, seen);
+#pragma unroll
+        for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target);
+      }
+      if constexpr (kOrdered) {
+#pragma unroll
+        for (int i = Config::kTurns - 1; i > 0; --i) open[i] = open[i - 1];
+        open[0] = static_cast<int32_t>(place);
+      }
     }
-    end_turns(before);
+    if constexpr (kOrdered) end_turns(open, steps, true);
     // SYNC: shared memory outlives the copies that read it.
     if (sm90::elect()) sm90::wait_stores_read();
   }

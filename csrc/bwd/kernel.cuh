@@ -11,6 +11,7 @@
 // Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
 // Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it.
 // Schedule    the numbered steps of the consumers.
+// Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h.
 #pragma once
 
 #include "bwd/consumer.cuh"
@@ -20,7 +21,8 @@
 
 namespace flashmsa::bwd {
 
-template <class Config>
+// kOrdered: deterministic mode.
+template <class Config, bool kOrdered>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_backward_kernel(const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(1024) char shared_memory[];
@@ -32,18 +34,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     sm90::prefetch_map(params.dv);
     sm90::prefetch_map(params.dk);
     shared.init_barriers();
-    shared.key_tile = key_tile_of(params, blockIdx.x);
-    DqWarpgroup<Config>{params, shared, shared.key_tile}.load_keys();
+    shared.key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+    DqWarpgroup<Config, kOrdered>{params, shared, shared.key_tile}.load_keys();
   }
   __syncthreads();
   // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
   cudaGridDependencySynchronize();
-  if (warpgroup != 0) Walk<Config>::find_all(params, shared);
+  if (warpgroup != 0) Walk<Config, kOrdered>::find_all(params, shared);
   __syncthreads();
 
   if (warpgroup == 0) {
     sm90::setmaxnreg_dec<Config::kRegistersProducer>();
-    DqWarpgroup<Config>{params, shared, shared.key_tile}.run();
+    DqWarpgroup<Config, kOrdered>{params, shared, shared.key_tile}.run();
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
     if constexpr (Config::kSplit == Split::kByKeys) {

@@ -41,7 +41,7 @@ Layout make_layout(const BackwardParams& b) {
   layout.plan_stride_head = by_head ? 1 : 0;
   layout.plan_stride_batch = by_head ? p.heads_q : by_batch ? 1 : 0;
   layout.plans = by_head ? int64_t{p.batch} * p.heads_q : by_batch ? p.batch : 1;
-  // Where lengths follow no rule. Deterministic mode needs the key tiles in their order.
+  // Where lengths follow no rule. Deterministic mode has an order of its own.
   const bool uneven = m.q_offsets != nullptr || by_head || m.kind == MaskKind::kBlockSparse;
   if (uneven && !b.deterministic && layout.key_tiles <= kMostOrdered) {
     const bool order_by_head = by_head || m.list.stride_head != 0;
@@ -64,7 +64,7 @@ Layout make_layout(const BackwardParams& b) {
   layout.firsts = take(layout.two_runs ? layout.plans * padded_rows : 0, sizeof(mask::Interval));
   layout.positions = take(p.alibi_slopes != nullptr ? layout.plans * padded_rows : 0, sizeof(int32_t));
   layout.suspects = take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8, sizeof(int32_t));
-  layout.turns = take(b.deterministic ? layout.sequences * padded_rows / 16 : 0, sizeof(int32_t));
+  layout.turns = take(b.deterministic ? layout.sequences * layout.q_tiles * 4 : 0, sizeof(int32_t));
   layout.longest = take(size_t{1} * layout.orders * layout.key_tiles, sizeof(int32_t));
   return layout;
 }
@@ -125,6 +125,29 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
   return params;
 }
 
+// Deterministic mode: key tiles start such that those of a head which run together come to the same queries one after
+// another. The order is part of the result, so it does not ask how many SMs there are.
+// PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
+template <class Config>
+void order_turns(const MaskArgs& mask, sched::TileOrder& order, KeyOrder& keys) {
+  constexpr int32_t kCtas = 132;  // of an H200
+  const BandArgs& band = mask.global;
+  const bool local = mask.q_offsets != nullptr || mask.row_begin != nullptr || band.left[0] != kUnbounded ||
+                     band.left[1] != kUnbounded;
+  if (mask.kind == MaskKind::kDense) return;  // they start together everywhere
+  if (local) {
+    // Few tiles of queries see a key: a key tile's queries begin soon after those of the one before.
+    order.group = static_cast<int32_t>(std::min<int64_t>(int64_t{4} * order.group, order.slices));
+    keys.block = keys.tiles;
+  } else if (Config::kSplit == Split::kByKeys) {
+    order.group = static_cast<int32_t>(std::min<int64_t>(int64_t{2} * order.group, order.slices));
+    keys.block = std::max(kCtas / order.group, 1);
+  } else {
+    order.group = std::max(order.group / 4, 1);
+    keys.block = keys.tiles;
+  }
+}
+
 template <class Config>
 KernelParams make_params(const BackwardParams& b, const Layout& layout, const Prepared& prepared) {
   using S = Shared<Config>;
@@ -155,6 +178,8 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   if (p.mask.kind == MaskKind::kBlockSparse) params.list = p.mask.list;
   const int32_t slices = p.batch * p.residues * p.heads_kv;
   params.order = {layout.key_tiles, slices, sched::group_size(p, slices)};
+  params.key_order = {layout.key_tiles, 1};
+  if (b.deterministic) order_turns<Config>(p.mask, params.order, params.key_order);
   params.batch = p.batch;
   params.heads_q = p.heads_q;
   params.heads_kv = p.heads_kv;
@@ -206,7 +231,9 @@ void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
       <<<static_cast<unsigned>(layout.orders + tiles), kPreprocessThreads, 0, stream>>>(preprocess);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
   const int64_t ctas = params.order.count();
-  launch_behind(attention_backward_kernel<Config>, ctas, Config::kThreads, sizeof(Shared<Config>), stream, params);
+  const auto kernel =
+      b.deterministic ? &attention_backward_kernel<Config, true> : &attention_backward_kernel<Config, false>;
+  launch_behind(kernel, ctas, Config::kThreads, sizeof(Shared<Config>), stream, params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
   postprocess_kernel<typename Config::Tiles>
       <<<static_cast<unsigned>(max_of(blocks, 2 * ctas)), kPostprocessThreads, 0, stream>>>(

@@ -101,7 +101,7 @@ struct Postprocess {
   // 16 keys of a warp of the main kernel.
   __device__ void redo_keys(int32_t cta, int32_t consumer_warp) {
     if (params.prepared.suspects[cta * 8 + consumer_warp] == 0) return;
-    const KeyTile tile = key_tile_of(params, cta);
+    const KeyTile tile = key_tile_of<true>(params, cta);
     const int32_t first =
         tile.tile * Tiles::kBlockKv + consumer_warp % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
     for (int32_t i = 0; i < sm90::kWarpRows && first + i < params.len_kv; ++i) redo_key(tile, first + i);

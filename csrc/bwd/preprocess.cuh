@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   constexpr int32_t kQuads = Tiles::kPieces * DqPiece::kFloats / 4;
   float4* dq = reinterpret_cast<float4*>(params.prepared.dq) + int64_t{block} * kQuads;
   for (int32_t i = threadIdx.x; i < kQuads; i += kPreprocessThreads) dq[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (params.prepared.turns != nullptr && threadIdx.x < Tiles::kBlockQ / 16) {
-    params.prepared.turns[int64_t{block} * (Tiles::kBlockQ / 16) + threadIdx.x] = 0;
+  if (params.prepared.turns != nullptr && threadIdx.x < 4) {
+    params.prepared.turns[int64_t{block} * 4 + threadIdx.x] = 0;
   }
 
   // The first sequence that a plan serves makes it.

@@ -4,6 +4,7 @@
 #include "attn/dropout.cuh"
 #include "attn/score.cuh"
 #include "bwd/config.h"
+#include "bwd/key_order.h"
 #include "core/params.h"
 #include "mask/interval.h"
 #include "sched/tile_order.h"
@@ -31,7 +32,7 @@ struct Prepared {
   mask::Interval* firsts;  // the first run; null: no row has one
   int32_t* positions;  // (plans, padded len_q): ALiBi's; null: none
   int32_t* suspects;   // (CTAs of the main kernel, 8 warps): a gradient of theirs is not finite
-  int32_t* turns;      // (sequences, 64-row blocks, 4 warps): deterministic mode; null: any order
+  int32_t* turns;      // (sequences, q_tiles, 4 warps): deterministic mode, how many key tiles have added
   int32_t* longest;    // (orders, key_tiles): key tiles, those that meet most queries first; null: as they come
   int32_t plan_stride_batch, plan_stride_head;  // 0: the same plan
   int32_t order_stride_batch, order_stride_head;  // of kv heads; 0: the same order
@@ -63,6 +64,7 @@ struct KernelParams {
   Prepared prepared;
   CellListArgs list;  // rows 0: none
   sched::TileOrder order;
+  KeyOrder key_order;
   int32_t batch, heads_q, heads_kv, residues;
   int32_t len_q, len_kv, q_tiles, head_dim, head_dim_v;
   float scale, scale_log2;  // scale_log2 = scale * log2(e) > 0
@@ -90,7 +92,7 @@ struct alignas(16) Step {
   int32_t head;
   int32_t partial;  // some pair may be hidden
   int32_t detail;   // of the listed cell
-  int32_t turn;     // how many key tiles before this one meet these queries
+  int32_t turn;     // deterministic mode: how many key tiles add to these queries before this one
 };
 
 // Whose keys and values a CTA's tile is.
@@ -161,6 +163,7 @@ struct Place {
   }
 };
 
+template <bool kOrdered>
 __device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32_t index) {
   const sched::TileIndex at = params.order.decode(index);
   KeyTile key_tile;
@@ -170,8 +173,8 @@ __device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32
   key_tile.residue = sequence % params.residues;
   const Prepared& prepared = params.prepared;
   if (prepared.longest == nullptr) {
-    // The first key tile first: under a causal mask most queries see it.
-    key_tile.tile = at.row_rank;
+    // The first key tiles first: under a causal mask most queries see them.
+    key_tile.tile = kOrdered ? params.key_order.nth(at.row_rank) : at.row_rank;
   } else {
     // SYNC: the work of the kernel before.
     cudaGridDependencySynchronize();

@@ -39,15 +39,19 @@ __device__ __forceinline__ int32_t find_cell(const CellListArgs& list, int64_t s
   return mixed >= 0 ? list.detail[mixed] : kNoCell;
 }
 
-// How many key tiles left of key_tile a row of cells lists; parts: key tiles in a cell.
-__device__ __forceinline__ int32_t listed_before(const CellListArgs& list, int64_t slice, int32_t row, int32_t key_tile,
-                                                 int32_t parts) {
+// How many of the key tiles that a row of cells lists are `counted`; parts: key tiles in a cell.
+template <class Counted>
+__device__ __forceinline__ int32_t count_listed(const CellListArgs& list, int64_t slice, int32_t row, int32_t parts,
+                                                const Counted& counted) {
   if (row >= list.rows) return 0;
   const int32_t* start = list.row_start + slice * (list.rows + 1) + row;
   const int32_t begin = clamp(start[0], 0, list.capacity), end = clamp(start[1], begin, list.capacity);
   int32_t count = 0;
 #pragma unroll 1
-  for (int32_t entry = begin; entry < end; ++entry) count += clamp(key_tile - list.cells[entry] * parts, 0, parts);
+  for (int32_t entry = begin; entry < end; ++entry) {
+    const int32_t first = list.cells[entry] * parts;
+    for (int32_t part = 0; part < parts; ++part) count += counted(first + part) ? 1 : 0;
+  }
   return count;
 }
 

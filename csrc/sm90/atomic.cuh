@@ -13,16 +13,19 @@ __device__ __forceinline__ int32_t add_acq_rel(int32_t* counter, int32_t x) {
   return before;
 }
 
-// ld.acquire.gpu: what the writers of the value did before their release is visible after it.
-__device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
+// ld.relaxed.gpu: the value as it stands in the L2. It orders nothing.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* address) {
   int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 
-// red.add.release.gpu: what this thread did before it is visible to whoever acquires the sum.
-__device__ __forceinline__ void add_release(int32_t* counter, int32_t x) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+// fence.acq_rel.gpu: what this thread has seen done is visible to the whole GPU before what it does next.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// red.relaxed.gpu.add, to come behind a fence_gpu().
+__device__ __forceinline__ void add_relaxed(int32_t* counter, int32_t x) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
 
 }  // namespace flashmsa::sm90

@@ -153,9 +153,9 @@ void launch(const PagedParams& p, void* workspace_address, int32_t num_sms, cuda
   const fwd::KernelParams<Mask> params = make_params<Mask, Config>(p, workspace);
   const Workspace<Mask, Config> parts(p);
   if constexpr (Mask::kScattered) launch_sort_pages(params.mask, p.query_pages, p.pages_per_block, stream);
-  launch_plan<Mask>(
-      {params.mask, row_blocks<Mask, Config>(p), Config::kBlockKv, params.order.row_blocks,
-       reinterpret_cast<Counters*>(workspace), reinterpret_cast<sched::PlanEntry<Mask>*>(workspace + parts.plan),
+  launch_plan<Mask, Config::kBlockKv>(
+      {params.mask, row_blocks<Mask, Config>(p), params.order.row_blocks, reinterpret_cast<Counters*>(workspace),
+       reinterpret_cast<sched::PlanEntry<Mask>*>(workspace + parts.plan),
        reinterpret_cast<int32_t*>(workspace + parts.first_block)},
       stream);
 

@@ -16,7 +16,7 @@ namespace flashmsa::prefill {
 
 inline constexpr int32_t kSchedulerWarp = 1;
 
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_kernel(const __grid_constant__ fwd::KernelParams<Mask> params) {
   extern __shared__ __align__(1024) char shared_memory[];
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       cudaGridDependencySynchronize();
       PageScheduler<Mask, Config>{params, shared}.run();
     } else {
-      PageLoader<Mask, Config>{params, shared, warp < kSchedulerWarp ? warp : warp - 1}.run();
+      PageLoader<Mask, Config, Score>{params, shared, warp < kSchedulerWarp ? warp : warp - 1}.run();
     }
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
-    fwd::Consumer<Mask, Config, attn::PlainScore>(params, shared, warpgroup - 1).run();
+    fwd::Consumer<Mask, Config, Score>(params, shared, warpgroup - 1).run();
   }
 }
 

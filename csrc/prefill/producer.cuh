@@ -56,7 +56,7 @@ struct PageScheduler {
 // 64 was at .92 of a dense call and page 8 at .84; this way .96 and .95.
 // SYNC: bytes may be complete before the first warp announces them: its pending arrival holds the phase. And no warp is
 // more than a tile behind another, because the scheduler waits until all have begun a tile.
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 struct PageLoader {
   using S = fwd::Shared<Mask, Config>;
   using Work = fwd::TileWork<Mask, Config>;
@@ -140,7 +140,11 @@ struct PageLoader {
     sm90::load_box(buffer + group * S::KTile::kAtomBytes, tensor.map, coordinates, full);
   }
 
-  // Scattered blocks that need a test: the first keys of their groups, a lane each.
+  __device__ __forceinline__ bool asks_for_all_groups() const {
+    return fwd::kNeedsAllGroups<Mask, Score> && params.alibi_slopes != nullptr;
+  }
+
+  // Scattered blocks that need a test, or ALiBi: the first keys of their groups, a lane each.
   // SYNC: the consumers read them after full_k, of which lane 0's arrival is a part.
   __device__ __forceinline__ void write_keys(const Work& tile, int32_t step, int32_t* keys) const {
     const PagedMaskParams& mask = params.mask;
@@ -185,7 +189,8 @@ struct PageLoader {
       if (step < steps) {
         shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
         if constexpr (Mask::kScattered) {
-          if (loader == 0 && step < tile.entry.tiles.partial_count()) write_keys(tile, step, shared.key_groups.of(n));
+          const bool wanted = step < tile.entry.tiles.partial_count() || asks_for_all_groups();
+          if (loader == 0 && wanted) write_keys(tile, step, shared.key_groups.of(n));
         }
         const Place mine = {new_batch ? ahead.page : place.page, new_batch ? ahead.slot : place.slot};
         load(tile, step, mine, shared.k[stage], shared.full_k[stage], params.k, params.mask.k_steps);

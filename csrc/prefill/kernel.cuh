@@ -5,7 +5,7 @@
 //             page's piece is one box
 // Barriers    as fwd/shared.cuh
 // Schedule    0. ahead, by small kernels: query_pages sorted; the row blocks of all sequences planned, longest first
-//             1. loaders: look up the pages of block i + 1; K(i) and V(i - 1), a lane a piece
+//             1. loaders: look up the pages of later blocks, four at a time; K(i) and V(i - 1), a lane a piece
 //             2. consumers: as the forward kernel; rows of V behind the length become zero where a page ends in between
 #pragma once
 

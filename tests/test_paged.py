@@ -248,6 +248,35 @@ def test_query_pages(target: Target, mask: MaskCase) -> None:
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["softcap", "alibi", "alibi by sequence", "all"])
+def test_query_pages_and_options(target: Target, name: str, dim: int) -> None:
+    """What bends the logits, by true positions, over pages that do not follow each other; padded queries and packed."""
+    page_size, lens, heads = 16, [500, 170], 4
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.0], device=target.device)
+    options = {
+        "softcap": Options(softcap=1.5),
+        "alibi": Options(slopes=slopes),
+        "alibi by sequence": Options(slopes=torch.rand(2, heads, device=target.device)),
+        "all": Options(softcap=4.0, sinks=torch.randn(heads, device=target.device), slopes=slopes),
+    }[name]
+    cache = make_cache(target, lens, page_size, 2, dim)
+    lists = torch.randint(-1, 32, (2, 2, 12), dtype=torch.int32)
+    lists[:, :, 0] = torch.tensor([[31], [10]])  # the last page, which ends before its slots do
+    on_device = lists.to(target.device)
+    allowed = [listed_pairs(lists[b], 128, page_size, 150, lens[b], CAUSAL).to(target.device) for b in (0, 1)]
+    run_and_check(
+        target, queries(target, 2, heads, 150, dim), cache, CAUSAL, options, allowed=allowed, query_pages=on_device
+    )
+    counts = [150, 60]
+    q, cuts = packed(target, counts, heads, dim)
+    allowed[1] = listed_pairs(lists[1], 128, page_size, 60, lens[1], CAUSAL).to(target.device)
+    run_packed_and_check(
+        target, q, cuts, cache, CAUSAL, options, allowed=allowed, query_pages=on_device, max_seqlen_q=150
+    )
+
+
+@EVERYWHERE
 def test_query_pages_of_few_and_packed_queries(target: Target) -> None:
     page_size, lens = 16, [300, 170]
     cache = make_cache(target, lens, page_size, 2, 64)
@@ -723,14 +752,15 @@ def test_paths_explained(target: Target) -> None:
     assert path(1) == "decode" and path(200) == "prefill"
     assert path(200, softcap=2.0) == "two-stage"
     lists = torch.zeros(2, 2, 4, dtype=torch.int32, device=target.device)
-    assert path(200, query_pages=lists) == "prefill"
-    assert path(200, query_pages=lists, softcap=2.0) == "composed"
+    assert path(200, query_pages=lists) == path(200, query_pages=lists, softcap=2.0) == "prefill"
+    odd = torch.zeros(2, 5, 4, dtype=torch.int32, device=target.device)
+    assert path(200, query_pages=odd, query_block=48) == "composed"
     tree = torch.eye(16, dtype=torch.bool, device=target.device)[None]
     many = flashmsa.explain_paged(queries(target, 2, 64, 16, 128), *cache.arguments(), tree_mask=tree)
     assert many.path == "decode" and many.runs
     with pytest.raises(NotImplementedError, match="query_pages"):
         flashmsa.paged_attention(
-            queries(target, 2, 8, 200, 128), *cache.arguments(), query_pages=lists, softcap=2.0, backend="sm90"
+            queries(target, 2, 8, 200, 128), *cache.arguments(), query_pages=odd, query_block=48, backend="sm90"
         )
 
 

@@ -35,6 +35,12 @@ struct General : Score<true, true> {
   static constexpr const char* kName = "_general";
 };
 
+// Soft cap and ALiBi where the call has them, without dropout.
+struct Chosen : Score<true, true> {
+  static constexpr bool kGeneral = true;
+  static constexpr const char* kName = "_score";
+};
+
 // tanh(u) for any u: tanh |u| = (1 - e) / (1 + e) with e = 2^(-2 log2(e) |u|); where that would lose digits, a
 // polynomial u (1 + t P(t)) in t = u^2, fitted for the least largest relative error up to |u| = 1/2 (6.4e-7).
 __device__ __forceinline__ float tanh_exact(float u) {
@@ -106,6 +112,23 @@ __device__ __forceinline__ void apply_alibi(float (&s)[kCount], float slope, con
   for (int e = 0; e < kCount; ++e) {
     const int slot = sm90::Accumulator::row_slot(e);
     s[e] = fmaf(-slope, fabsf(from[slot] + static_cast<float>(sm90::Accumulator::column_offset(e))), s[e]);
+  }
+}
+
+// The same where each 8 columns are keys of their own, groups[g] the first.
+template <int kCount>
+__device__ __forceinline__ void apply_alibi_to_groups(float (&s)[kCount], float slope, const int32_t (&position)[2],
+                                                      const int32_t* groups, int32_t thread) {
+#pragma unroll
+  for (int group = 0; group < kCount / 4; ++group) {
+    const int32_t first_column = groups[group] + sm90::Accumulator::first_column(thread);
+    const float from[2] = {static_cast<float>(first_column - position[0]),
+                           static_cast<float>(first_column - position[1])};
+#pragma unroll
+    for (int e = group * 4; e < group * 4 + 4; ++e) {
+      const int slot = sm90::Accumulator::row_slot(e);
+      s[e] = fmaf(-slope, fabsf(from[slot] + static_cast<float>(e % 2)), s[e]);
+    }
   }
 }
 

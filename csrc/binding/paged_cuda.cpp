@@ -126,8 +126,7 @@ bool runs_packed(const PagedParams& p) {
 const char* two_stage_gap(const PagedParams& p) {
   if (p.tree_bits != nullptr) return "tree_mask: no fused kernel serves so many query rows of a kv head";
   if (p.query_pages != nullptr) {
-    return "query_pages: no fused kernel serves this page_size, head_dim, query_block (a multiple of 64 is served), "
-           "softcap or alibi_slopes";
+    return "query_pages: no fused kernel serves this page_size, head_dim or query_block (a multiple of 64 is served)";
   }
   if (p.alibi_slopes != nullptr && p.alibi_stride_batch != 0 && runs_packed(p)) {
     return "alibi_slopes: no kernel has slopes by sequence with packed queries, or prefixes by tensor";

@@ -22,6 +22,10 @@ struct Config {
   static constexpr int32_t kRegistersConsumer = kRegistersConsumerValue;
   static constexpr int32_t kConsumerWarpgroups = kBlockQ / 64;
   static constexpr int32_t kThreads = 128 * (kConsumerWarpgroups + 1);
+  // SYNC: the warpgroups share the registers of the launch, which has them in eights a thread; where these are not
+  // enough one of them waits for ever.
+  static_assert(128 * (kRegistersProducer + kRegistersConsumer * kConsumerWarpgroups) <=
+                65536 / kThreads / 8 * 8 * kThreads);
 };
 
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.

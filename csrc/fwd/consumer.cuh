@@ -238,7 +238,9 @@ struct Consumer {
 
   // In units of S.
   __device__ __forceinline__ float alibi_slope(const TileWork<Mask, Config>& tile) const {
-    const float slope = params.alibi_slopes[tile.batch * params.alibi_stride_batch + tile.head] * params.alibi_factor;
+    int32_t batch = tile.batch;
+    if constexpr (kPaged<Mask>) batch = tile.entry.block.sequence;  // packed ones are one batch
+    const float slope = params.alibi_slopes[batch * params.alibi_stride_batch + tile.head] * params.alibi_factor;
     // PERF: known to be the same in all lanes it lies in a uniform register; three of the others stall beside the tensor core.
     return __shfl_sync(~0u, slope, 0);
   }
@@ -256,7 +258,11 @@ struct Consumer {
     if constexpr (Score::kSoftcap) {
       if (!Score::kGeneral || params.cap.used()) attn::apply_softcap(x.s, params.cap);
     }
-    if constexpr (Score::kAlibi) {
+    if constexpr (kNeedsAllGroups<Mask, Score>) {
+      if (params.alibi_slopes != nullptr) {
+        attn::apply_alibi_to_groups(x.s, rows.slope, rows.position, shared.key_groups.of(block.detail), thread());
+      }
+    } else if constexpr (Score::kAlibi) {
       attn::apply_alibi(x.s, rows.slope, rows.position, block.first_key, thread());
     }
   }
@@ -404,7 +410,9 @@ struct Consumer {
     // document over everything at d128: +2 %); otherwise by the step (at d64 the other costs 1 %).
     const uint32_t stop = uniform(key_blocks + (end - step));
 #pragma unroll 1
-    for (; Config::kQInRegisters ? key_blocks != stop : step < end; ++step) next_block<false>(x, y, KeyBlock{}, rows);
+    for (; Config::kQInRegisters ? key_blocks != stop : step < end; ++step) {
+      next_block<false>(x, y, kNeedsAllGroups<Mask, Score> ? block_of(step) : KeyBlock{}, rows);
+    }
   }
 
   // Where lse of a row of the tile's sequence goes.

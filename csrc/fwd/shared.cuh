@@ -134,7 +134,11 @@ struct KeyGroups<false, Config> {};
 
 // Whether the consumers have to know a full block's place, or cannot tell a block's place from its step.
 template <class Mask, class Score>
-inline constexpr bool kNeedsKeyBlocks = Mask::kListed || Score::kAlibi || Score::kDropout;
+inline constexpr bool kNeedsKeyBlocks = Mask::kListed || ((Score::kAlibi || Score::kDropout) && !kScattered<Mask>);
+
+// Whether the first keys of a block's groups are wanted of full blocks too.
+template <class Mask, class Score>
+inline constexpr bool kNeedsAllGroups = kScattered<Mask> && Score::kAlibi;
 
 // Composite masks run over strided tensors too.
 template <class Mask>

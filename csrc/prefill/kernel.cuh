@@ -5,7 +5,7 @@
 //             page's piece is one box
 // Barriers    as fwd/shared.cuh
 // Schedule    0. ahead, by small kernels: query_pages sorted; the row blocks of all sequences planned, longest first
-//             1. loaders: look up the pages of block i + 1; K(i) and V(i - 1), a lane a piece
+//             1. loaders: look up the pages of later blocks, four at a time; K(i) and V(i - 1), a lane a piece
 //             2. consumers: as the forward kernel; rows of V behind the length become zero where a page ends in between
 #pragma once
 
@@ -16,7 +16,7 @@ namespace flashmsa::prefill {
 
 inline constexpr int32_t kSchedulerWarp = 1;
 
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_kernel(const __grid_constant__ fwd::KernelParams<Mask> params) {
   extern __shared__ __align__(1024) char shared_memory[];
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       cudaGridDependencySynchronize();
       PageScheduler<Mask, Config>{params, shared}.run();
     } else {
-      PageLoader<Mask, Config>{params, shared, warp < kSchedulerWarp ? warp : warp - 1}.run();
+      PageLoader<Mask, Config, Score>{params, shared, warp < kSchedulerWarp ? warp : warp - 1}.run();
     }
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
-    fwd::Consumer<Mask, Config, attn::PlainScore>(params, shared, warpgroup - 1).run();
+    fwd::Consumer<Mask, Config, Score>(params, shared, warpgroup - 1).run();
   }
 }
 

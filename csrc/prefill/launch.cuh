@@ -138,7 +138,10 @@ fwd::KernelParams<Mask> make_params(const PagedParams& p, char* workspace) {
   // NOTE: as in fwd/launch.cuh.
   params.scale_log2 = std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
   params.inverse_scale_log2 = 1.0f / params.scale_log2;
-  params.cap = attn::make_cap(p.scale, 0.0);
+  params.cap = attn::make_cap(p.scale, p.softcap);
+  params.alibi_slopes = p.alibi_slopes;
+  params.alibi_stride_batch = p.alibi_stride_batch;
+  params.alibi_factor = std::min(static_cast<float>(1.0 / p.scale), std::numeric_limits<float>::max());
   return params;
 }
 
@@ -147,19 +150,19 @@ size_t workspace_bytes(const PagedParams& p) {
   return Workspace<Mask, Config>(p).total;
 }
 
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 void launch(const PagedParams& p, void* workspace_address, int32_t num_sms, cudaStream_t stream) {
   char* workspace = static_cast<char*>(workspace_address);
   const fwd::KernelParams<Mask> params = make_params<Mask, Config>(p, workspace);
   const Workspace<Mask, Config> parts(p);
   if constexpr (Mask::kScattered) launch_sort_pages(params.mask, p.query_pages, p.pages_per_block, stream);
-  launch_plan<Mask>(
-      {params.mask, row_blocks<Mask, Config>(p), Config::kBlockKv, params.order.row_blocks,
-       reinterpret_cast<Counters*>(workspace), reinterpret_cast<sched::PlanEntry<Mask>*>(workspace + parts.plan),
+  launch_plan<Mask, Config::kBlockKv>(
+      {params.mask, row_blocks<Mask, Config>(p), params.order.row_blocks, reinterpret_cast<Counters*>(workspace),
+       reinterpret_cast<sched::PlanEntry<Mask>*>(workspace + parts.plan),
        reinterpret_cast<int32_t*>(workspace + parts.first_block)},
       stream);
 
-  const auto kernel = paged_attention_kernel<Mask, Config>;
+  const auto kernel = paged_attention_kernel<Mask, Config, Score>;
   constexpr size_t kSharedBytes = sizeof(fwd::Shared<Mask, Config>);
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   cudaLaunchAttribute overlap;
@@ -175,24 +178,27 @@ void launch(const PagedParams& p, void* workspace_address, int32_t num_sms, cuda
   FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 KernelEntry make_entry() {
   constexpr bool kFp16 = std::is_same_v<typename Config::Element, __half>;
   KernelInfo info;
-  info.name = std::string(Mask::kName) + "_d" + std::to_string(Config::kHeadDim) + (kFp16 ? "_fp16" : "_bf16");
+  info.name =
+      std::string(Mask::kName) + Score::kName + "_d" + std::to_string(Config::kHeadDim) + (kFp16 ? "_fp16" : "_bf16");
   info.query_pages = Mask::kScattered;
+  info.score = !Score::kPlain;
   info.dtype = kFp16 ? DType::kF16 : DType::kBF16;
   info.head_dim_bucket = Config::kHeadDim;
   info.block_q = Config::kBlockQ;
   info.block_kv = Config::kBlockKv;
   info.threads = Config::kThreads;
   info.shared_memory = sizeof(fwd::Shared<Mask, Config>);
-  return {info, &most_row_blocks<Mask, Config>, &workspace_bytes<Mask, Config>, &launch<Mask, Config>};
+  return {info, &most_row_blocks<Mask, Config>, &workspace_bytes<Mask, Config>, &launch<Mask, Config, Score>};
 }
 
 template <class Config>
 std::vector<KernelEntry> make_entries() {
-  return {make_entry<Paged<false>, Config>(), make_entry<Paged<true>, Config>()};
+  return {make_entry<Paged<false>, Config, attn::PlainScore>(), make_entry<Paged<true>, Config, attn::PlainScore>(),
+          make_entry<Paged<true>, Config, attn::Chosen>()};
 }
 
 }  // namespace flashmsa::prefill

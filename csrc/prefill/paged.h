@@ -108,6 +108,7 @@ struct ChosenPages {};
 template <>
 struct ChosenPages<true> {
   int64_t first;  // the list's first entry
+  int32_t position_shift;  // position of query i, for ALiBi: i + this
   int32_t count;  // its entries
   int32_t pad;  // pieces missing in front of the first tile
   TwoRunTiles pieces;  // those that the rows meet, counted along the list
@@ -143,7 +144,10 @@ struct Paged {
     if (params.bounded && block.owned) {
       block.bounds = mask::make_bounds(params.band, block.sequence, 0, len_q, 0, block.len_kv);
     }
+    if constexpr (kChosen) block.position_shift = block.len_kv - len_q;
   }
+
+  static FLASHMSA_HD int32_t position(const Params&, const Block& block, int32_t i) { return i + block.position_shift; }
 
   static FLASHMSA_HD TwoRuns row(const Params& params, const Block& block, int32_t i) {
     const TwoRuns all = {{0, 0}, {0, block.len_kv}};

@@ -38,6 +38,8 @@ __global__ void __launch_bounds__(kListThreads)
     sort_pages_kernel(const PagedMaskParams p, const int32_t* query_pages, int32_t pages_per_block) {
   __shared__ uint32_t bits[kListWords];
   __shared__ int32_t warp_sums[kListThreads / 32];
+  // The plan may start while this kernel runs: it waits for the lists.
+  cudaTriggerProgrammaticLaunchCompletion();
   const int32_t thread = threadIdx.x;
   const int32_t sequence = blockIdx.x / p.lists.query_blocks;
   const int32_t* listed = query_pages + int64_t{blockIdx.x} * pages_per_block;
@@ -98,7 +100,7 @@ __device__ __forceinline__ int32_t find_sequence(const int32_t* first_block, int
   return low;
 }
 
-template <class Mask>
+template <class Mask, int32_t kBlockKv>
 __device__ __forceinline__ sched::PlanEntry<Mask> make_entry(const PlanArgs<Mask>& args, int32_t sequence,
                                                              int32_t index) {
   const PagedMaskParams& p = args.mask;
@@ -115,14 +117,14 @@ __device__ __forceinline__ sched::PlanEntry<Mask> make_entry(const PlanArgs<Mask
   block.end_row = rows.end;
   Mask::fill_block(p, block, len_q);
   if constexpr (Mask::kScattered) {
-    entry.tiles = Mask::choose(p, block, args.block_kv);
+    entry.tiles = Mask::choose(p, block, kBlockKv);
   } else {
-    entry.tiles = Mask::run_tiles(p, block, rows.begin, rows.end - 1, args.block_kv);
+    entry.tiles = Mask::run_tiles(p, block, rows.begin, rows.end - 1, kBlockKv);
   }
   return entry;
 }
 
-template <class Mask>
+template <class Mask, int32_t kBlockKv>
 __device__ __forceinline__ void write_spans(const PlanArgs<Mask>& args, const sched::PlanEntry<Mask>& entry,
                                             sched::Span* spans) {
   const typename Mask::Tiles& tiles = entry.tiles;
@@ -136,7 +138,7 @@ __device__ __forceinline__ void write_spans(const PlanArgs<Mask>& args, const sc
     } else if constexpr (Mask::kScattered) {
       spans[part] = {0, tiles.count(), 0};
     } else {
-      spans[part] = sched::span_of(tiles, Mask::run_tiles(args.mask, block, first, last, args.block_kv));
+      spans[part] = sched::span_of(tiles, Mask::run_tiles(args.mask, block, first, last, kBlockKv));
     }
   }
 }
@@ -174,12 +176,15 @@ __device__ __forceinline__ int32_t count_blocks(const PlanArgs<Mask>& args, int3
   return total;
 }
 
-template <class Mask>
+// PERF: kBlockKv is known to the compiler, which divides by it a dozen times one after another.
+template <class Mask, int32_t kBlockKv>
 __global__ void __launch_bounds__(sched::kPlanThreads) paged_plan_kernel(const __grid_constant__ PlanArgs<Mask> args) {
   __shared__ sched::PlanSort sort;
   const int32_t thread = threadIdx.x;
   cudaTriggerProgrammaticLaunchCompletion();
   sort.bucket_start[thread] = 0;
+  // SYNC: the lists are the work of the kernel before, and whatever came before that is done when it is.
+  if constexpr (Mask::kScattered) cudaGridDependencySynchronize();
   const PagedMaskParams& p = args.mask;
   const bool packed = p.cu_seqlens_q != nullptr;
   const int32_t sequences = packed ? p.batch + 2 : p.batch;
@@ -193,12 +198,12 @@ __global__ void __launch_bounds__(sched::kPlanThreads) paged_plan_kernel(const _
   const auto make = [&](int32_t i) {
     const int32_t sequence = packed ? find_sequence(args.first_block, sequences, i) : i / per_sequence;
     const sched::PlanEntry<Mask> entry =
-        make_entry(args, sequence, packed ? i - args.first_block[sequence] : i % per_sequence);
+        make_entry<Mask, kBlockKv>(args, sequence, packed ? i - args.first_block[sequence] : i % per_sequence);
     args.plan[i] = entry;
-    write_spans(args, entry, args.plan[i].spans);
+    write_spans<Mask, kBlockKv>(args, entry, args.plan[i].spans);
     return Ranked{i, {entry.tiles.count()}};
   };
-  const int32_t max_tiles = ceil_div(p.max_len, args.block_kv);
+  const int32_t max_tiles = ceil_div(p.max_len, kBlockKv);
   const auto again = [&](int32_t i) { return Ranked{i, {args.plan[i].tiles.count()}}; };
   sched::sort_entries(sort, entries, max_tiles, reinterpret_cast<Ranked*>(args.plan + args.capacity), make, again,
                       [](Ranked&) {});
@@ -206,14 +211,24 @@ __global__ void __launch_bounds__(sched::kPlanThreads) paged_plan_kernel(const _
 
 }  // namespace
 
-template <class Mask>
+template <class Mask, int32_t kBlockKv>
 void launch_plan(const PlanArgs<Mask>& args, cudaStream_t stream) {
-  paged_plan_kernel<Mask><<<1, sched::kPlanThreads, 0, stream>>>(args);
-  FLASHMSA_CHECK_CUDA(cudaGetLastError());
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(sched::kPlanThreads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = Mask::kScattered ? 1 : 0;
+  FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, paged_plan_kernel<Mask, kBlockKv>, args));
 }
 
-template void launch_plan(const PlanArgs<Paged<false>>&, cudaStream_t);
-template void launch_plan(const PlanArgs<Paged<true>>&, cudaStream_t);
+template void launch_plan<Paged<false>, 64>(const PlanArgs<Paged<false>>&, cudaStream_t);
+template void launch_plan<Paged<false>, 128>(const PlanArgs<Paged<false>>&, cudaStream_t);
+template void launch_plan<Paged<true>, 64>(const PlanArgs<Paged<true>>&, cudaStream_t);
+template void launch_plan<Paged<true>, 128>(const PlanArgs<Paged<true>>&, cudaStream_t);
 
 void launch_sort_pages(const PagedMaskParams& mask, const int32_t* query_pages, int32_t pages_per_block,
                        cudaStream_t stream) {

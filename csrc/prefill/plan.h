@@ -44,15 +44,14 @@ template <class Mask>
 struct PlanArgs {
   typename Mask::Params mask;
   RowBlocks blocks;
-  int32_t block_kv;
   int32_t capacity;  // entries that the plan has room for
   Counters* counters;
   sched::PlanEntry<Mask>* plan;  // in the order of sequences and rows; behind its last place, Ranked ones as many
   int32_t* first_block;  // packed: (batch + 2), row blocks before each sequence
 };
 
-// Launches a kernel that the attention kernel may overtake (programmatic dependent launch).
-template <class Mask>
+// Launches a kernel that the attention kernel may overtake (programmatic dependent launch). kBlockKv: keys of a tile.
+template <class Mask, int32_t kBlockKv>
 void launch_plan(const PlanArgs<Mask>& args, cudaStream_t stream);
 
 // Sorts query_pages, (batch, query_blocks, pages_per_block), into mask.lists.

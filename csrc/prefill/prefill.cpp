@@ -30,11 +30,10 @@ bool aligned(const PoolRef& pool) {
 }
 
 bool served(const PagedParams& p) {
-  const bool score = p.softcap > 0 || p.alibi_slopes != nullptr || p.tree_bits != nullptr;
   const bool pages = p.page_size > 0 && p.page_size % 8 == 0;
   const bool lists = p.query_pages == nullptr || (p.query_block > 0 && p.query_block % 64 == 0);
-  return !score && pages && lists && columns_fit(p.head_dim) && columns_fit(p.head_dim_v) && pool_view(p.k_pages, p) &&
-         pool_view(p.v_pages, p);
+  return p.tree_bits == nullptr && pages && lists && columns_fit(p.head_dim) && columns_fit(p.head_dim_v) &&
+         pool_view(p.k_pages, p) && pool_view(p.v_pages, p);
 }
 
 // Tiles are numbered by int32, and handed out beyond the last one once for each SM.
@@ -46,9 +45,10 @@ bool countable(const KernelEntry& entry, const PagedParams& p) {
 const KernelEntry* find(const PagedParams& p) {
   if (!served(p)) return nullptr;
   const int32_t bucket = fwd::bucket_of(max_of(p.head_dim, p.head_dim_v));
+  const bool score = p.softcap > 0 || p.alibi_slopes != nullptr;
   for (const KernelEntry& entry : table()) {
     if (entry.info.dtype == p.dtype && entry.info.head_dim_bucket == bucket &&
-        entry.info.query_pages == (p.query_pages != nullptr)) {
+        entry.info.query_pages == (p.query_pages != nullptr) && entry.info.score == score) {
       return countable(entry, p) ? &entry : nullptr;
     }
   }

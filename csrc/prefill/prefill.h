@@ -12,8 +12,10 @@ namespace flashmsa::prefill {
 
 // Facts about one compiled kernel, for explain() and `python -m flashmsa info`.
 struct KernelInfo {
-  std::string name;  // e.g. "prefill_d128_bf16", "prefill_pages_d128_bf16" (query_pages)
+  std::string
+      name;  // e.g. "prefill_d128_bf16", "prefill_pages_d128_bf16" (query_pages), "prefill_pages_score_d128_bf16"
   bool query_pages;
+  bool score;  // soft cap and ALiBi, or one of them; the others have neither
   DType dtype;
   int32_t head_dim_bucket;  // serves head_dim and head_dim_v up to this
   int32_t block_q;  // rows of a tile
@@ -26,8 +28,9 @@ std::vector<KernelInfo> kernels();
 
 // The kernel that would run these params; nullptr where none does, and gathering the pages for the forward kernel is the
 // way: page_size no multiple of 8, head_dim or head_dim_v above 64 and no multiple of 64, a query_block that is no multiple
-// of 64, pools whose strides make no tensor map or that are not aligned to 16 bytes, soft cap, ALiBi, tree_bits, and grids
-// of 2^31 tiles. Reads no device data. num_splits and batch_invariant do not matter: a row's keys are never split.
+// of 64, pools whose strides make no tensor map or that are not aligned to 16 bytes, soft cap or ALiBi without
+// query_pages, tree_bits, and grids of 2^31 tiles. Reads no device data. num_splits and batch_invariant do not matter: a
+// row's keys are never split.
 const KernelInfo* find_kernel(const PagedParams& params);
 
 // Bytes of device memory beside the outputs: the plan, and the sorted lists of query_pages. 16-byte aligned; its content

@@ -53,10 +53,11 @@ struct PageScheduler {
 // One of the warps that load K and V; the first also loads Q and announces what all of them bring. Piece p of a key block is
 // loader p % kLoaders's. Eight lanes have the pieces of a block, the four eights those of four blocks in a row.
 // PERF: how long a warp takes from a free buffer to its boxes shows. With a table looked up there, for one block at a time, page
-// 64 was at .92 of a dense call and page 8 at .84; this way .96 and .95.
+// 64 was at .92 of a dense call and page 8 at .84; looked up four blocks at a time .96 and .95; with the coordinates of the
+// boxes ready by then .985 and .98.
 // SYNC: bytes may be complete before the first warp announces them: its pending arrival holds the phase. And no warp is
 // more than a tile behind another, because the scheduler waits until all have begun a tile.
-template <class Mask, class Config>
+template <class Mask, class Config, class Score>
 struct PageLoader {
   using S = fwd::Shared<Mask, Config>;
   using Work = fwd::TileWork<Mask, Config>;
@@ -66,6 +67,9 @@ struct PageLoader {
   static constexpr int32_t kBatch = 32 / kLanes;  // blocks looked up at a time
   static_assert(kGroups <= 32 && kGroups <= kLanes * kLoaders);
   static constexpr int32_t kNoKey = INT32_MAX - Config::kBlockKv;  // behind every length
+  // PERF: ahead of a box, in ns. At d256 boxes that are asked for at once cost 2 to 6 %, why is not known; at d128 a
+  // delay costs 1 %.
+  static constexpr uint32_t kPause = Config::kHeadDim > 128 ? 100 : 0;
 
   const fwd::KernelParams<Mask>& params;
   S& shared;
@@ -80,10 +84,6 @@ struct PageLoader {
   __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
   __device__ __forceinline__ int32_t piece() const { return loader + lane() % kLanes * kLoaders; }
   __device__ __forceinline__ int32_t pieces() const { return Config::kBlockKv >> params.mask.piece_log2; }
-  // Whether the lane has a piece of block `step`.
-  __device__ __forceinline__ bool has(int32_t step) const {
-    return lane() / kLanes == step % kBatch && piece() < pieces();
-  }
 
   __device__ __forceinline__ const Work& work(uint32_t round) const { return shared.work[S::WorkRing::stage(round)]; }
   __device__ __forceinline__ void wait_work(uint32_t round) {
@@ -127,20 +127,33 @@ struct PageLoader {
     return find(tile, step + lane() / kLanes, piece());
   }
 
-  // This warp's pieces of block `step`.
-  __device__ __forceinline__ void load(const Work& tile, int32_t step, Place place, char* buffer, sm90::Barrier& full,
-                                       const sm90::TensorMap& tensor, const PoolSteps& steps) {
-    if (loader == 0 && lane() == 0) full.arrive_expect(S::KTile::kBytes);
-    if (!has(step)) return;
+  // The coordinates of a piece's box that depend on its page.
+  struct BoxPlace {
+    int32_t eight, head;
+  };
+  __device__ __forceinline__ BoxPlace box_place(const Work& tile, Place place, const PoolSteps& steps) const {
     const int32_t page = params.mask.clamp_page(place.page);
     // Eights before the first read as zeros.
     const int32_t eight = place.slot < 0 ? -(params.mask.piece() >> 3) : page * steps.eights + (place.slot >> 3);
-    const int32_t coordinates[5] = {0, 0, 0, eight, page * steps.heads + tile.kv_head * steps.head};
-    const int32_t group = piece() << params.mask.piece_log2 >> 3;
-    sm90::load_box(buffer + group * S::KTile::kAtomBytes, tensor.map, coordinates, full);
+    return {eight, page * steps.heads + tile.kv_head * steps.head};
   }
 
-  // Scattered blocks that need a test: the first keys of their groups, a lane each.
+  // A lane's piece, if it has one of the block, into a buffer that is free.
+  __device__ __forceinline__ void load(bool mine, BoxPlace place, char* target, sm90::Barrier& full,
+                                       const sm90::TensorMap& tensor) {
+    if (loader == 0 && lane() == 0) full.arrive_expect(S::KTile::kBytes);
+    if constexpr (kPause > 0) __nanosleep(kPause);
+    if (mine) {
+      const int32_t coordinates[5] = {0, 0, 0, place.eight, place.head};
+      sm90::load_box(target, tensor.map, coordinates, full);
+    }
+  }
+
+  __device__ __forceinline__ bool asks_for_all_groups() const {
+    return fwd::kNeedsAllGroups<Mask, Score> && params.alibi_slopes != nullptr;
+  }
+
+  // Scattered blocks that need a test, or ALiBi: the first keys of their groups, a lane each.
   // SYNC: the consumers read them after full_k, of which lane 0's arrival is a part.
   __device__ __forceinline__ void write_keys(const Work& tile, int32_t step, int32_t* keys) const {
     const PagedMaskParams& mask = params.mask;
@@ -171,40 +184,74 @@ struct PageLoader {
     __syncwarp();
   }
 
+  // The lane's place among the kBatch blocks of tile `round` from `step` on, if there is such a tile.
+  __device__ __forceinline__ Place look_up(uint32_t round, int32_t step) const {
+    const Work& tile = work(round);
+    return tile.entry.row_block < 0 ? Place{} : find_batch(tile, step);
+  }
+
+  // What step `step` of tile `round` looks up: the next batch of blocks, or behind the last block the next tile's
+  // first; `round` is then that tile.
+  // PERF: one copy of the look-up, at d128 without lists two. The compiler then leaves the softmax registers with its
+  // two references in different banks: in the loop 122 (lists) and 124 operands are reused, the other way round 107 and
+  // 98, which costs 2 %.
+  __device__ __forceinline__ void look_ahead(uint32_t& round, int32_t step, int32_t steps, Place& ahead) {
+    constexpr bool kOneCopy = Mask::kScattered || Config::kHeadDim != 128;
+    if constexpr (kOneCopy) {
+      if (step == steps || step % kBatch == 1) {
+        int32_t first = step - 1 + kBatch;
+        if (step == steps) {
+          first = 0;
+          wait_work(++round);
+        }
+        ahead = look_up(round, first);
+      }
+    } else if (step == steps) {
+      wait_work(++round);
+      ahead = look_up(round, 0);
+    } else if (step % kBatch == 1) {
+      ahead = find_batch(work(round), step - 1 + kBatch);
+    }
+  }
+
   // K and V of one tile, the first block being number key_blocks of the rings: as fwd::Producer::run, whose order keeps it
-  // from waiting for itself.
-  __device__ __forceinline__ void load_tile(const Work& tile, uint32_t round, uint32_t key_blocks, int32_t steps) {
+  // from waiting for itself. `ahead`: the pages of the tile's first blocks, then those of the next tile's.
+  __device__ __forceinline__ void load_tile(const Work& tile, uint32_t round, uint32_t key_blocks, int32_t steps,
+                                            Place& ahead) {
     const int32_t q_step = Config::kQInRegisters || Config::kQStages > 1 ? min_of(steps, 2) : steps;
-    Place place = {}, ahead = find_batch(tile, 0);
+    const int32_t offset = (piece() << params.mask.piece_log2 >> 3) * static_cast<int32_t>(S::KTile::kAtomBytes);
+    const int32_t turn = piece() < pieces() ? lane() / kLanes : kBatch;
+    BoxPlace k_place = {}, v_place = {};
 #pragma unroll 1
     for (int32_t step = 0; step <= steps; ++step) {
       const uint32_t n = key_blocks + step;
       const uint32_t stage = S::KvRing::stage(n), before = S::KvRing::stage(n - 1);
-      // The batch before has one V to do still.
-      const bool new_batch = step % kBatch == 0;
+      if (step % kBatch == 0) k_place = box_place(tile, ahead, params.mask.k_steps);
+      if (step % kBatch == 1) v_place = box_place(tile, ahead, params.mask.v_steps);
+      look_ahead(round, step, steps, ahead);
       if (step < steps) {
+        const bool mine = turn == step % kBatch;
         shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
         if constexpr (Mask::kScattered) {
-          if (loader == 0 && step < tile.entry.tiles.partial_count()) write_keys(tile, step, shared.key_groups.of(n));
+          const bool wanted = step < tile.entry.tiles.partial_count() || asks_for_all_groups();
+          if (loader == 0 && wanted) write_keys(tile, step, shared.key_groups.of(n));
         }
-        const Place mine = {new_batch ? ahead.page : place.page, new_batch ? ahead.slot : place.slot};
-        load(tile, step, mine, shared.k[stage], shared.full_k[stage], params.k, params.mask.k_steps);
+        load(mine, k_place, shared.k[stage] + offset, shared.full_k[stage], params.k);
       }
       if (step > 0) {
+        const bool mine = turn == (step - 1) % kBatch;
         shared.empty_v[before].wait(S::KvRing::empty_parity(n - 1));
-        load(tile, step - 1, place, shared.v[before], shared.full_v[before], params.v, params.mask.v_steps);
+        load(mine, v_place, shared.v[before] + offset, shared.full_v[before], params.v);
       }
-      if (new_batch) {
-        place = ahead;
-        ahead = find_batch(tile, step + kBatch);
-      }
-      if (loader == 0 && step == q_step) load_q(round + 1);
+      if (loader == 0 && step == q_step) load_q(step == steps ? round : round + 1);
     }
   }
 
   __device__ __forceinline__ void run() {
     uint32_t key_blocks = 0;
     if (loader == 0) load_q(0);
+    wait_work(0);
+    Place ahead = look_up(0, 0);
     for (uint32_t round = 0;; ++round) {
       wait_work(round);
       const Work& tile = work(round);
@@ -213,7 +260,7 @@ struct PageLoader {
       __syncwarp();
       if (lane() == 0) shared.begun[S::WorkRing::stage(round)].arrive();
       // Where pages are large, some warps have nothing to load.
-      if (loader < pieces()) load_tile(tile, round, key_blocks, steps);
+      if (loader < pieces()) load_tile(tile, round, key_blocks, steps, ahead);
       key_blocks += steps;
     }
   }

@@ -24,13 +24,19 @@ inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kLongClu
 // PERF: streams of at most a few times the L2 are faster when they leave it at once.
 inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
 
+// Lets the kernel have its shared memory, and clusters of 16 CTAs.
+template <class Config>
+cudaError_t allow_clusters() {
+  const auto kernel = cluster_decode_kernel<Config>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<Config>));
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
 // A launch of clusters of `size` CTAs. `attribute` outlives it.
 template <class Config>
 cudaLaunchConfig_t cluster_config(int32_t size, int32_t jobs, int32_t batch, cudaLaunchAttribute& attribute) {
-  const auto kernel = cluster_decode_kernel<Config>;
-  FLASHMSA_CHECK_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<Config>)));
-  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = size;
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
@@ -63,19 +69,23 @@ inline bool equal_work(const PagedParams& p) {
   return p.kv_lens == nullptr && p.query_pages == nullptr && p.cu_seqlens_q == nullptr && !is_banded(p);
 }
 
-// Clusters of a size that run at once on the current device.
+// Clusters of a size that run at once on the current device; 0 where there is none.
 template <class Config>
 int32_t clusters_at_once(int32_t size) {
   constexpr int kDevices = 64;
   static std::atomic<int32_t> known[kDevices][2] = {};  // and 1
   int device = 0;
-  FLASHMSA_CHECK_CUDA(cudaGetDevice(&device));
+  if (cudaGetDevice(&device) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
   std::atomic<int32_t>& slot = known[device % kDevices][size == 16];
   if (const int32_t found = slot.load(std::memory_order_relaxed); found > 0) return found - 1;
   int count = 0;
   cudaLaunchAttribute attribute;
-  cudaLaunchConfig_t config = cluster_config<Config>(size, 1, 1, attribute);
-  if (cudaOccupancyMaxActiveClusters(&count, cluster_decode_kernel<Config>, &config) != cudaSuccess) {
+  const cudaLaunchConfig_t config = cluster_config<Config>(size, 1, 1, attribute);
+  if (allow_clusters<Config>() != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&count, cluster_decode_kernel<Config>, &config) != cudaSuccess) {
     count = 0;
     cudaGetLastError();
   }
@@ -272,6 +282,7 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
 template <class Config>
 void launch_clusters(const Grid& grid, int32_t batch, const KernelParams& params, cudaStream_t stream) {
   // With selected pages it has a kernel before it too, and waits for it as any kernel does.
+  FLASHMSA_CHECK_CUDA(allow_clusters<Config>());
   cudaLaunchAttribute attribute;
   cudaLaunchConfig_t config = cluster_config<Config>(grid.slices, grid.jobs, batch, attribute);
   config.stream = stream;

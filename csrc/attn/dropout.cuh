@@ -176,7 +176,8 @@ __device__ __forceinline__ KeptBits<kCount> draw_in_order(uint32_t least, const 
 template <int kCount>
 __device__ __forceinline__ KeptBits<kCount> draw_one_by_one(const SequenceDraws<true>& draws, int32_t row,
                                                             int32_t first_key) {
-  const uint32_t queries[2] = {draws.query(row), draws.query(row + 8)};
+  // NOTE: no array, whose index is not known, here and below: it would lie in local memory.
+  const uint32_t upper = draws.query(row), lower = draws.query(row + 8);
   const int32_t first_column = first_key + sm90::Accumulator::first_column(threadIdx.x);
   KeptBits<kCount> kept;
 #pragma unroll
@@ -187,7 +188,7 @@ __device__ __forceinline__ KeptBits<kCount> draw_one_by_one(const SequenceDraws<
 #pragma unroll 1
       for (int parity = 0; parity < 2; ++parity) {
         const uint32_t key = draws.key(first_column + 8 * (8 * w + n / 2) + parity);
-        if (draws.dropout.keeps(queries[n % 2], key)) word |= 1u << (KeptBits<kCount>::place(n) + 16 * parity);
+        if (draws.dropout.keeps(n % 2 == 0 ? upper : lower, key)) word |= 1u << (KeptBits<kCount>::place(n) + 16 * parity);
       }
     }
     kept.words[w] = word;

@@ -206,7 +206,7 @@ def kernels_of(call) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    names = ("paged_decode_kernel", "attention_forward_kernel")
+    names = ("paged_decode_kernel", "cluster_decode_kernel", "attention_forward_kernel")
     return {name for name in names for event in profile.key_averages() if name in event.key}
 
 
@@ -214,8 +214,9 @@ def kernels_of(call) -> set[str]:
 def test_which_kernels_run() -> None:
     target = Target("sm90", "cuda", torch.bfloat16)
     for mask, len_q, len_kv, heads, name in (
-        (DENSE, 1, 1024, (16, 1), "paged_decode_kernel"),
-        (WINDOW, 4, 4096, (8, 2), "paged_decode_kernel"),
+        (DENSE, 1, 1024, (16, 1), "cluster_decode_kernel"),
+        (WINDOW, 4, 4096, (8, 2), "cluster_decode_kernel"),
+        (WINDOW, 4, 8200, (8, 2), "paged_decode_kernel"),
         (DENSE, 1, 1023, (16, 1), "attention_forward_kernel"),
         (DENSE, 2, 1024, (16, 1), "attention_forward_kernel"),
         (document(0, 1, kv=(0, 2000)), 1, 2000, (4, 4), "attention_forward_kernel"),
@@ -225,7 +226,7 @@ def test_which_kernels_run() -> None:
         flashmsa.attention(q, k, v, built)
         assert kernels_of(lambda q=q, k=k, v=v, built=built: flashmsa.attention(q, k, v, built)) == {name}
         assert flashmsa.explain(q, k, v, built).kernel.startswith(
-            "decode_" if name == "paged_decode_kernel" else "fwd_"
+            "fwd_" if name == "attention_forward_kernel" else "decode_"
         )
 
 

@@ -26,6 +26,7 @@ struct DropoutParams {
 
 inline DropoutParams make_dropout_params(const AttentionParams& p) {
   DropoutParams dropout = {};
+  dropout.keep_scale = 1.0f;  // kernels that decide at run time multiply by it without dropout too
   if (p.dropout_p <= 0) return dropout;
   const MaskArgs& m = p.mask;
   dropout.rng_state = p.rng_state;

@@ -4,6 +4,7 @@
 
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 namespace flashmsa::sm90 {
 namespace {
@@ -23,6 +24,13 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
   return function;
+}
+
+std::string name_of(CUtensorMapDataType type) {
+  if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) return "fp16";
+  if (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) return "bf16";
+  if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32) return "fp32";
+  return std::to_string(static_cast<int>(type));
 }
 
 }  // namespace
@@ -52,7 +60,7 @@ CUtensorMap encode_map(void* data, const MapFormat& format, const MapDimension* 
   if (status == CUDA_SUCCESS) return map;
   std::ostringstream text;
   text << "flashmsa: cuTensorMapEncodeTiled refused the map of " << name << " (CUresult " << status << "): address "
-       << data << ", type " << format.type << ", swizzle " << format.swizzle << ", dims, byte strides, box:";
+       << data << ", type " << name_of(format.type) << ", swizzle " << format.swizzle << ", dims, byte strides, box:";
   for (int d = 0; d < rank; ++d) {
     text << ' ' << dims[d] << '/' << (d == 0 ? dimensions[0].stride_bytes : static_cast<int64_t>(strides[d])) << '/'
          << box[d];

@@ -189,7 +189,8 @@ __device__ __forceinline__ KeptBits<kCount> draw_one_by_one(const SequenceDraws<
 #pragma unroll 1
       for (int parity = 0; parity < 2; ++parity) {
         const uint32_t key = draws.key(first_column + 8 * (8 * w + n / 2) + parity);
-        if (draws.dropout.keeps(n % 2 == 0 ? upper : lower, key)) word |= 1u << (KeptBits<kCount>::place(n) + 16 * parity);
+        if (draws.dropout.keeps(n % 2 == 0 ? upper : lower, key))
+          word |= 1u << (KeptBits<kCount>::place(n) + 16 * parity);
       }
     }
     kept.words[w] = word;

@@ -1,6 +1,8 @@
 // The backward kernel's tuning: one line per head-dim bucket, and everything that follows from it.
 #pragma once
 
+#include <type_traits>
+
 #include "core/types.h"
 
 namespace flashmsa::bwd {
@@ -46,9 +48,9 @@ struct Config : Tiling<ElementType, kHeadDimValue, kBlockQValue, keys_of_cta(kSp
   static constexpr int32_t kStagings = kStagingsValue;  // pieces of dQ on their way to memory
   // Deterministic mode: steps whose turns end together, by one fence.
   static constexpr int32_t kTurns = kSplit == Split::kByKeys ? 2 : 1;
-  // PERF: the plain kernel keeps code of turns that never runs in it. Without it the compiler orders the consumers' loop at
-  // head dim 64 such that a call takes 5 to 7 % longer; at 128 and 256 calls are 1 to 2 % shorter without.
-  static constexpr bool kKeepsTurns = kHeadDimValue == 64;
+  // PERF: at head dim 64 a step's pieces of dQ leave together in the plain kernel too: piece by piece a call takes 6 to 11 %
+  // longer, by the order in which the compiler puts the instructions then.
+  static constexpr bool kHoldsPieces = kHeadDimValue == 64 && std::is_same_v<ExtraType, Plain>;
   static constexpr int32_t kRegistersProducer = 72;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = 216;
   static constexpr int32_t kConsumerWarpgroups = 2;

@@ -9,12 +9,6 @@
 
 namespace flashmsa::bwd {
 
-// Whether dQ is added in turns: in the kernel of deterministic mode.
-template <class Config, bool kOrdered>
-__device__ __forceinline__ bool takes_turns(const KernelParams& params) {
-  return kOrdered || (Config::kKeepsTurns && params.prepared.turns != nullptr);
-}
-
 // Walks over the query tiles of a key tile, head by head. A warp's work: each lane looks at a tile of its own.
 template <class Config, bool kOrdered>
 struct Walk {
@@ -55,7 +49,7 @@ struct Walk {
   }
 
   // Which of the 32 tiles the keys meet.
-  __device__ __forceinline__ void look(bool turns) {
+  __device__ __forceinline__ void look([[maybe_unused]] bool turns) {
     const int32_t tile = base + threadIdx.x % 32;
     const int32_t n = key_tile.tile;
     bool meets = false, hides = false;
@@ -72,7 +66,9 @@ struct Walk {
         meets = detail != kNoCell;
         hides |= detail != mask::kWholeCell;
       }
-      if (meets && turns) turn = turn_of(plan, tile);
+      if constexpr (kOrdered) {
+        if (meets && turns) turn = turn_of(plan, tile);
+      }
     }
     found = __ballot_sync(~0u, meets);
     partial = __ballot_sync(~0u, meets && hides);
@@ -107,15 +103,14 @@ struct Walk {
         ++head;
         base = 0;
       }
-      const bool turns = takes_turns<Config, kOrdered>(params);
       // PERF: a look takes a chain of loads, so it is left out where the words say enough.
       if (++word < S::kFoundWords) {
         found = shared.found[word];
         partial = shared.partial[word];
         detail = mask::kWholeCell;
-        if (found == 0 || !(turns || (partial != 0 && params.list.rows > 0))) continue;
+        if (found == 0 || !(kOrdered || (partial != 0 && params.list.rows > 0))) continue;
       }
-      look(turns);
+      look(kOrdered);
     }
     const int32_t at = __ffs(found) - 1;
     found &= found - 1;
@@ -132,8 +127,8 @@ struct DqWarpgroup {
   using DsOperand = sm90::MnMajor<typename S::DsTile>;
   using KOperand = sm90::MnMajor<typename S::KTile>;
   static constexpr int32_t kColumnPieces = Config::kHeadDim / 64;
-  // Whether a step's pieces wait for their turn in shared memory, and dS is free meanwhile.
-  static constexpr bool kHeld = kOrdered && Config::kStagings >= Config::kPieces;
+  // Whether a step's pieces wait in shared memory until all are there, for their turn too, and dS is free meanwhile.
+  static constexpr bool kHeld = (kOrdered || Config::kHoldsPieces) && Config::kStagings >= Config::kPieces;
 
   const KernelParams& params;
   S& shared;
@@ -289,7 +284,7 @@ struct DqWarpgroup {
         float dq[32];
         multiply(dq, piece, buffer.stage);
         // NOTE: behind a product in flight, and a step late: by now most additions are complete.
-        if (takes_turns<Config, kOrdered>(params) && piece == 0) end_turns(open, steps, false);
+        if (kOrdered && piece == 0) end_turns(open, steps, false);
         sm90::wgmma_wait<0>();
         sm90::pin_registers(dq);
         if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
@@ -300,7 +295,7 @@ struct DqWarpgroup {
         }
       }
       if (kHeld && sm90::elect()) {
-        wait_turn(static_cast<int32_t>(place), turn, seen);
+        if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
 #pragma unroll
         for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target);
       }

@@ -60,8 +60,8 @@ def attention(
                    make up for it. lse is that of all weights
     seed           of dropout: an int, or an int64 tensor (seed, offset) on q's device; None: by torch's generator
     return_lse     also return the logarithm of each row's denominator, sink included
-    deterministic  the same gradients, bit for bit, in every run, as torch.use_deterministic_algorithms(True) asks of
-                   every call; the forward pass always is
+    deterministic  the same gradients, bit for bit, in every run of the same call, as
+                   torch.use_deterministic_algorithms(True) asks of every call; the forward pass always is
     backend        "sm90", "cpu" or "torch"; None: sm90 on compute capability 9.0, cpu for CPU tensors, and otherwise
                    torch, with one warning per reason
     config         not supported yet; None

@@ -15,7 +15,8 @@ from pathlib import Path
 
 # "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...", one code per cause.
 SERIALISED = {f"C{code}" for code in (7507, 7508, 7510, 7511, 7512, 7514, 7515, 7517, 7519, 7520)}
-NO_STACK = ("attention", "paged_decode")  # kernels with one of these in their name may not have a stack frame
+# Kernels with one of these in their name may not have a stack frame.
+NO_STACK = ("attention", "paged_decode", "cluster_decode")
 
 _FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function) '?([\w$.]+)'?")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

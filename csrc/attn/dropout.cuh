@@ -159,7 +159,7 @@ __device__ __forceinline__ KeptBits<kCount> draw_in_order(uint32_t least, const 
   const bool second_half = first_key % 64 != 0;
   KeptBits<kCount> kept;
 #pragma unroll
-  for (int call = 0; call < (kCount + 31) / 32; ++call) {
+  for (int call = 0; call < KeptBits<kCount>::kWords; ++call) {
     const PhiloxBlock block = rows.calls.at(keys + 4 * call);
 #pragma unroll
     for (int n = 0; n < min_of(kCount / 2, 16); ++n) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ KeptBits<kCount> draw_one_by_one(const SequenceDraws<
   const int32_t first_column = first_key + sm90::Accumulator::first_column(threadIdx.x);
   KeptBits<kCount> kept;
 #pragma unroll
-  for (int w = 0; w < (kCount + 31) / 32; ++w) {
+  for (int w = 0; w < KeptBits<kCount>::kWords; ++w) {
     uint32_t word = 0;
 #pragma unroll 1
     for (int n = 0; n < min_of(kCount / 2, 16); ++n) {

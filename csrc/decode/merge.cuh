@@ -62,12 +62,11 @@ struct Merger {
   struct Items {
     int32_t row, step, column;
   };
-  // Rows from `turn` * step on.
-  __device__ __forceinline__ Items items(int32_t turn = 0) const {
+  __device__ __forceinline__ Items items() const {
     const int32_t quads = p.head_dim_v / 4, thread = static_cast<int32_t>(threadIdx.x);
     const int32_t step = Config::kAttending / quads, row = thread / quads;
     // Threads that are left over have no row.
-    return {row < step ? row + turn * step : kGroupRows, step, (thread - row * quads) * 4};
+    return {row < step ? row : kGroupRows, step, (thread - row * quads) * 4};
   }
 
   // Over the warps that share a row's tile.
@@ -167,7 +166,7 @@ struct Merger {
   // Rows are dealt to the CTAs; each sends its parts to the row's. Sixteen rows at a time: so many parts of rows arrive at
   // most. PERF: stores into another CTA's memory pass while the barrier does; loads from it would take a round trip behind.
   __device__ __forceinline__ void merge_cluster(const Sequence& s) const {
-    const int32_t rows = rows_of(s), size_log2 = gridDim.x == 16 ? 4 : 3, rank = static_cast<int32_t>(blockIdx.x);
+    const int32_t rows = rows_of(s), size_log2 = cluster_size_log2(), rank = static_cast<int32_t>(blockIdx.x);
     const Items mine = items();
     // SYNC: every CTA of the cluster has begun, so that its memory is there.
     sm90::cluster_wait();
@@ -181,9 +180,9 @@ struct Merger {
         const RowPart part = of_warps(base + row, mine.column);
         const uint32_t target = row & ((1 << size_log2) - 1);
         const int32_t place = (row >> size_log2 << size_log2) + rank;
-        sm90::store_cluster(sm90::map_shared(shared_address(&shared.pushed[place][mine.column]), target), part.o);
+        sm90::store_cluster(sm90::map_shared(&shared.pushed[place][mine.column], target), part.o);
         if (mine.column == 0) {
-          sm90::store_cluster(sm90::map_shared(shared_address(&shared.pushed_ml[place]), target),
+          sm90::store_cluster(sm90::map_shared(&shared.pushed_ml[place], target),
                               make_float2(part.reference, part.sum));
         }
       }
@@ -217,10 +216,6 @@ struct Merger {
       if (base > 0) sm90::cluster_sync();
       sm90::cluster_sync();
     }
-  }
-
-  static __device__ __forceinline__ uint32_t shared_address(const void* x) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(x));
   }
 
   // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------

@@ -174,6 +174,9 @@ struct Walk {
   }
 };
 
+// Clusters have 8 or 16 CTAs.
+__device__ __forceinline__ int32_t cluster_size_log2() { return gridDim.x == 16 ? 4 : 3; }
+
 // The one part of a CTA in a cluster: a share of the chunks of the table's only sequence.
 struct ClusterWalk {
   static constexpr int32_t index = 0;
@@ -184,7 +187,7 @@ struct ClusterWalk {
   __device__ __forceinline__ bool next(const KernelParams&, const Shared<Config>& shared) {
     if (done) return false;
     const int32_t rank = static_cast<int32_t>(blockIdx.x), chunks = shared.table[0].sequence.chunks;
-    const int32_t size_log2 = gridDim.x == 16 ? 4 : 3;
+    const int32_t size_log2 = cluster_size_log2();
     begin = chunks * rank >> size_log2;
     end = chunks * (rank + 1) >> size_log2;
     done = true;

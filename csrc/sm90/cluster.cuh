@@ -1,15 +1,9 @@
-// Thread block clusters: who is in them, their barrier, each other's shared memory.
+// Thread block clusters: their barrier, each other's shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmsa::sm90 {
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 
 // All threads of all CTAs of the cluster; orders shared memory accesses before it ahead of those behind it.
 __device__ __forceinline__ void cluster_sync() {
@@ -25,10 +19,12 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// mapa: where the variable at `shared_address` lies in CTA `rank` of the cluster, for the stores below.
-__device__ __forceinline__ uint32_t map_shared(uint32_t shared_address, uint32_t rank) {
+// mapa: where a variable in shared memory lies in CTA `rank` of the cluster, for the stores below.
+__device__ __forceinline__ uint32_t map_shared(const void* shared, uint32_t rank) {
   uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
   return address;
 }
 

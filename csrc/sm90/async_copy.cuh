@@ -13,6 +13,14 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared_address, const voi
                : "memory");
 }
 
+// mad.wide.u32: `pieces` of 16 bytes on, in one instruction.
+template <class T>
+__device__ __forceinline__ const T* advance_16(const T* address, uint32_t pieces) {
+  uint64_t result;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(pieces), "l"(address));
+  return reinterpret_cast<const T*>(result);
+}
+
 // prefetch.global.L2: the line that an address lies in.
 __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");

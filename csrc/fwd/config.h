@@ -28,21 +28,6 @@ struct Config {
                 65536 / kThreads / 8 * 8 * kThreads);
 };
 
-// A Config of which an SM runs several CTAs says so by kCtas.
-template <class Config>
-inline constexpr int32_t kCtasPerSm = 1;
-template <class Config>
-  requires(Config::kCtas > 1)
-inline constexpr int32_t kCtasPerSm<Config> = Config::kCtas;
-
-// Two CTAs an SM, each with half of its registers.
-template <class Base>
-struct TwoAnSm : Base {
-  static constexpr int32_t kCtas = 2;
-  static_assert(128 * (Base::kRegistersProducer + Base::kRegistersConsumer * Base::kConsumerWarpgroups) <=
-                65536 / kCtas / Base::kThreads / 8 * 8 * Base::kThreads);
-};
-
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
 //                          head_dim  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
 template <class Element>
@@ -59,11 +44,11 @@ using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 template <class Element>
 using PageConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 56, 224>;
 
-// Rows by index: the same.
+// Rows by index: the same. More, smaller parts of a tile in flight than elsewhere: buckets are short.
 template <class Element>
-using IndexConfig64 = PageConfig64<Element>;
+using IndexConfig64 = Config<Element, 64, 192, 64, 4, false, 2, 64, 56, 152>;
 template <class Element>
-using IndexConfig128 = Config128<Element>;
+using IndexConfig128 = Config<Element, 128, 192, 64, 2, false, 2, 64, 56, 152>;
 template <class Element>
 using IndexConfig256 = Config256<Element>;
 

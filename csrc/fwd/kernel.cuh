@@ -20,7 +20,7 @@ namespace flashmsa::fwd {
 inline constexpr uint32_t kSchedulerThread = 32;
 
 template <class Mask, class Config, class Score>
-__global__ void __launch_bounds__(Config::kThreads, kCtasPerSm<Config>)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     attention_forward_kernel(const __grid_constant__ KernelParams<Mask> params) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Mask, Config>*>(shared_memory);

@@ -44,7 +44,7 @@ Grid make_grid(const AttentionParams& p, int32_t num_sms) {
   const bool joint = !Mask::kListed && grid.plan_batches > 1;
   const int32_t slices = joint ? p.heads_q : p.batch * p.residues * p.heads_q;
   grid.order = {grid.row_blocks * (joint ? grid.plan_batches : 1), slices, sched::group_size(p, slices)};
-  grid.ctas = min_of(grid.order.count(), num_sms * kCtasPerSm<Config>);
+  grid.ctas = min_of(grid.order.count(), num_sms);
   grid.counter = grid.order.count() > grid.ctas;
   return grid;
 }

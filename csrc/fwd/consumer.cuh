@@ -425,25 +425,31 @@ struct Consumer {
   }
 
   // The tensor's row that a row of the tile's sequence is.
-  __device__ __forceinline__ int32_t tensor_row(int32_t row) const {
+  __device__ __forceinline__ int32_t tensor_row(const TileWork<Mask, Config>& tile, int32_t row) const {
     if constexpr (kIndexed<Mask>) {
-      return Mask::query(params.mask, work().entry.block, row);
+      return Mask::query(params.mask, tile.entry.block, row);
     } else {
-      return work().sequence_row() + row;
+      return tile.sequence_row() + row;
     }
   }
 
-  // Where lse of a row of the tensor goes.
-  __device__ __forceinline__ float& lse_of(int32_t tensor_row) const {
+  // Where lse of the tensor's row `place(tile)` goes.
+  template <class Place>
+  __device__ __forceinline__ float& lse_at(const Place& place) const {
     const TileWork<Mask, Config>& tile = work();
     return params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head +
-                      tile.residue * params.lse_stride_residue + tensor_row * params.lse_stride_seq];
+                      tile.residue * params.lse_stride_residue + place(tile) * params.lse_stride_seq];
+  }
+
+  // Where lse of a row of the tile's sequence goes.
+  __device__ __forceinline__ float& lse_of(int32_t row) const {
+    return lse_at([&](const TileWork<Mask, Config>& tile) { return tensor_row(tile, row); });
   }
 
   // Of rows by index: lane l has the tensor's row that the warp's row l % 16 is.
   __device__ __forceinline__ int32_t own_place() const {
     if constexpr (!kIndexed<Mask>) return 0;
-    return tensor_row(min_of(first_row() + lane() % sm90::kWarpRows, params.len_q - 1));
+    return tensor_row(work(), min_of(first_row() + lane() % sm90::kWarpRows, params.len_q - 1));
   }
 
   // The sink of the tile's head in the exponent's units; -inf: none.
@@ -557,14 +563,14 @@ struct Consumer {
         const int32_t row = lane() / 4 + 8 * slot;
         const int32_t place = __shfl_sync(~0u, own_place, row);
         if (params.lse != nullptr && lane() % 4 == 0 && first_row + row < tile.end_row(params)) {
-          lse_of(place) = lse[slot];
+          lse_at([&](const TileWork<Mask, Config>&) { return place; }) = lse[slot];
         }
       }
     } else if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int32_t row = first_row + lane() / 4 + 8 * slot;
-        if (row < tile.end_row(params)) lse_of(tensor_row(row)) = lse[slot];
+        if (row < tile.end_row(params)) lse_of(row) = lse[slot];
       }
     }
   }
@@ -633,7 +639,7 @@ struct Consumer {
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, tile.end_row(params));
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      const int32_t tensor_row = this->tensor_row(row);
+      const int32_t tensor_row = this->tensor_row(tile, row);
       attn::SlowRow<Element, Score, decltype(key_rows(tile))> slow = {
           attn::row_of<Element>(params.q_rows, tile.queries(), tensor_row),
           key_rows(tile),
@@ -650,7 +656,7 @@ struct Consumer {
       }
       attend_slowly(slow, tile, row);
       const float lse = slow.store(attn::row_of<Element>(params.out_rows, tile.queries(), tensor_row), sink());
-      if (params.lse != nullptr && lane() == 0) lse_of(tensor_row) = lse;
+      if (params.lse != nullptr && lane() == 0) lse_of(row) = lse;
     }
   }
 
@@ -663,11 +669,10 @@ struct Consumer {
     if constexpr (kPaged<Mask>) has_sink = has_sink && tile.entry.block.owned;
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      const int32_t tensor_row = this->tensor_row(row);
-      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tensor_row);
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tensor_row(tile, row));
       if (lane() * 8 < params.head_dim_v) *reinterpret_cast<uint4*>(out_row + lane() * 8) = uint4{0, 0, 0, 0};
       if (params.lse != nullptr && lane() == 0)
-        lse_of(tensor_row) = has_sink ? params.sinks[tile.head] : attn::kNegativeInfinity;
+        lse_of(row) = has_sink ? params.sinks[tile.head] : attn::kNegativeInfinity;
     }
   }
 

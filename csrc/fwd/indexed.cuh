@@ -20,7 +20,7 @@ struct IndexedRows {
 };
 
 // One of the warps that load Q, K and V, 16 bytes a lane: a share of the rows of each tile, in eights. Otherwise as Producer.
-// PERF: a tile's places are read a block ahead, and K's serve V; the copies of a tile take a warp 300 instructions.
+// PERF: a tile's places are read a block ahead, and K's serve V.
 // SYNC: copies of this kind write through the generic proxy. Each lane's arrival at full_* follows its copies, and the
 // consumers cross to the async proxy behind their wait: see Consumer::wait_k.
 template <class Mask, class Config>
@@ -71,8 +71,8 @@ struct IndexedLoader {
   }
 
   // Asks for this warp's rows of a tile; columns past head_dim become zero.
-  // PERF: three instructions a copy, and no address that the next one needs. With 64-bit products and a test of each row,
-  // 25 instructions one after another, a warp got 3 bytes a cycle.
+  // PERF: four instructions a copy, and four addresses at a time. With 64-bit products and a test of each row, 25
+  // instructions one after another, a warp got 3 bytes a cycle.
   template <class Tile>
   __device__ __forceinline__ void copy(const Places& places, const TensorRef& tensor, sm90::Sequence sequence,
                                        int32_t head_dim, char* buffer) const {
@@ -104,7 +104,7 @@ struct IndexedLoader {
         }
 #pragma unroll
         for (int32_t i = 0; i < kBatch; ++i) {
-          // Of a row r + s, where r < s and s is a power of two times a number: the swizzle of r, with s added to it.
+          // Row r + s, where s is a multiple of kRowsAtOnce, a power of two, and r is less: its swizzle is that of r, xor s.
           const uint32_t s = (first + i) * kRowsAtOnce;
           sm90::copy_async_16((target ^ s * 16) + s * sm90::kSwizzleRowBytes + eight * sm90::kSwizzleAtomBytes, from[i],
                               bytes);

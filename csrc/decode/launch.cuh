@@ -69,6 +69,7 @@ inline bool is_banded(const PagedParams& p) {
   return mask::Composite::bounded(band) || p.tree_bits != nullptr;
 }
 
+// A call for the plain kernels.
 inline bool is_plain(const PagedParams& p) {
   return !is_banded(p) && p.alibi_slopes == nullptr && !(p.softcap > 0) && p.sinks == nullptr &&
          p.cu_seqlens_q == nullptr;
@@ -217,10 +218,7 @@ void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
     params.piece = Config::kChunk;
   }
   while (1 << params.piece_log2 < params.piece) ++params.piece_log2;
-  const int64_t of_sequence = p.query_pages == nullptr
-                                  ? grid.capacity
-                                  : min_of<int64_t>(int64_t{p.pages_per_block} * p.page_size, grid.capacity);
-  const int64_t keys = min_of<int64_t>(p.batch * of_sequence, int64_t{p.num_pages} * p.page_size);
+  const int64_t keys = min_of<int64_t>(int64_t{p.batch} * grid.capacity, int64_t{p.num_pages} * p.page_size);
   const bool once = grid.row_groups == 1 && keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2 <= kEvictFirstBytes;
   params.policy = once ? sm90::kEvictFirst : sm90::kEvictNormal;
 }

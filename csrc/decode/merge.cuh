@@ -224,7 +224,7 @@ struct Merger {
   __device__ __forceinline__ void store_own(const Sequence& s, bool whole, int64_t index) const {
     const int32_t rows = rows_of(s);
     const Items mine = items();
-#pragma unroll 2
+#pragma unroll 1
     for (int32_t row = mine.row; row < rows; row += mine.step) {
       const RowPart part = of_warps(row, mine.column);
       if (whole) {

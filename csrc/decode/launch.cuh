@@ -304,6 +304,7 @@ template <class Config>
 void launch_shares_of(const Grid& grid, const KernelParams& params, cudaStream_t stream) {
   const auto kernel = paged_decode_kernel<Config>;
   constexpr size_t kSharedBytes = sizeof(Shared<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "more than a CTA can have");
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   // The kernel's launch, and all it does up to its first merge, overlap the one before (programmatic dependent launch).
   cudaLaunchAttribute attribute;

@@ -21,6 +21,9 @@ __device__ __forceinline__ const T* advance_16(const T* address, uint32_t pieces
   return reinterpret_cast<const T*>(result);
 }
 
+// cp.async.wait_all: this thread's copies are there.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // prefetch.global.L2: the line that an address lies in.
 __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");

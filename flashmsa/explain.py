@@ -159,7 +159,7 @@ def explain(
             notes.append(f"nor could {chosen} run it elsewhere: {gap}")
     decode = _decode_kernel(q, k, v, mask, wanted) if chosen == "sm90" else None
     kernel = _kernel(q, v, wanted) if chosen == "sm90" and decode is None else None
-    backward = _kernel(q, v, wanted, backward=True) if chosen == "sm90" and wanted.backward else None
+    backward = _backward_kernel(q, k, v, mask, wanted, deterministic) if chosen == "sm90" and wanted.backward else None
     if chosen == "sm90" and kernel is None and decode is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")
     tile = _tile(chosen, kernel, q, k)
@@ -213,10 +213,20 @@ def _why_not(other: str, named: str | None, q: Tensor, wanted: Wanted) -> str:
     return f"{named} was asked for by name" if rejection is None else rejection.reason
 
 
-def _kernel(q: Tensor, v: Tensor, wanted: Wanted, backward: bool = False) -> dict[str, Any] | None:
+def _kernel(q: Tensor, v: Tensor, wanted: Wanted, **backward: Any) -> dict[str, Any] | None:
     return _C.find_kernel(
-        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout, backward
+        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout, **backward
     )
+
+
+def _backward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, wanted: Wanted, deterministic: bool
+) -> dict[str, Any] | None:
+    kind, ints, tensors = lower(mask)
+    facts = {"len_q": q.shape[2], "len_kv": k.shape[2], "deterministic": deterministic}
+    if kind == DOCUMENT:
+        facts |= {"documents": tensors[0].shape[-1] - 1, "causal": bool(ints[0])}
+    return _kernel(q, v, wanted, backward=True, **facts)
 
 
 def _decode_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, wanted: Wanted) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -348,6 +349,23 @@ def test_the_kernels_of_a_training_step(family: str, dropout_p: float, softcap: 
     assert backward["general"] or not softcap
     assert trained.backward_tile == (backward["block_q"], backward["block_kv"])
     assert trained.kernel == got.kernel and f"backward    {backward['name']}: tiles of" in str(trained)
+
+
+@needs_kernels
+def test_the_kernel_of_packed_documents() -> None:
+    """The backward pass has one of its own for long documents: not for short ones, nor in deterministic mode."""
+    q, k, v = (x.requires_grad_() for x in make(dtype=torch.bfloat16, len_q=1024, len_kv=1024))
+
+    def packed(documents: int, causal: bool = False, **options: Any) -> bool:
+        offsets = torch.linspace(0, 1024, documents + 1).int()
+        name = explain(q, k, v, Document(offsets, causal=causal), backend="sm90", **options).backward_kernel
+        return next(x for x in _C.backward_kernels() if x["name"] == name)["packed"]
+
+    assert packed(1) and packed(8) and not packed(9), "documents of 128 tokens"
+    assert packed(4, causal=True) and not packed(5, causal=True), "at head dim 64 of 256 under a causal mask"
+    assert not packed(3, deterministic=True)
+    assert not packed(3, dropout_p=0.1)
+    assert not packed(3, softcap=2.0)
 
 
 def test_dropout_is_described_on_the_cpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import (
     CAUSAL,
     DENSE,
     Blocks,
+    MaskCase,
     Options,
     Target,
     document,
@@ -115,6 +117,61 @@ def test_without_determinism_by_the_rule_every_time(dim: int, family: str) -> No
 def test_longer_lengths(dtype: torch.dtype, dim: int, case) -> None:
     q, k, v = make_qkv(sm90(dtype), 1, (4, 2), 2000, 2000, dim)
     run_and_check_backward(sm90(dtype), q, k, v, case)
+
+
+# Lengths of documents that have tiles of their own (csrc/bwd/packed.h): none, one token, and about a tile.
+LENGTHS = (0, 1, 127, 128, 129, 0, 700, 1300)
+OTHERS = (300, 0, 64, 65, 900, 2, 128, 900)
+
+
+def cuts(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *itertools.accumulate(lengths))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [*BUCKETS, 40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents(dtype: torch.dtype, dim: int, causal: bool) -> None:
+    own, others = cuts(LENGTHS), cuts(OTHERS)
+    kind = "document-causal" if causal else "document"
+    cases = {
+        "alike": (document(*own, causal=causal), own[-1], own[-1]),
+        "tokens past the last offset": (document(*own, causal=causal), own[-1] + 90, own[-1] + 200),
+        "keys cut elsewhere": (document(*own, kv=others, causal=causal), own[-1], others[-1]),
+        "offsets of each batch": (
+            MaskCase(kind, (own, cuts(LENGTHS[::-1])), None, batched=True),
+            own[-1],
+            own[-1],
+        ),
+        "one": (document(0, 1024, causal=causal), 1024, 1024),
+    }
+    for note, (case, len_q, len_kv) in cases.items():
+        target = sm90(dtype)
+        q, k, v = make_qkv(target, 2, (4, 2), len_q, len_kv, dim)
+        with poisoned_allocations():
+            run_and_check_backward(target, q, k, v, case, note=note)
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_do_not_see_each_other(dim: int, causal: bool) -> None:
+    """A document that is NaN throughout leaves the others as they are."""
+    offsets = cuts(LENGTHS)
+    case = document(*offsets, causal=causal)
+    q, k, v = make_qkv(sm90(), 1, (4, 2), offsets[-1], offsets[-1], dim)
+    d_out, d_lse = grad_like(q, v)
+    clean = run_backward(sm90(), q, k, v, case, d_out, d_lse)
+    for d in (2, 4, 6):
+        rows = slice(offsets[d], offsets[d + 1])
+        spoilt = [x.clone() for x in (q, k, v, d_out)]
+        for x in spoilt:
+            x[:, :, rows] = math.nan
+        found = run_backward(sm90(), *spoilt[:3], case, spoilt[3], d_lse)
+        for name in GRADS:
+            assert found[name][:, :, rows].isnan().all(), f"{name} of document {d}"
+        for name, values in found.items():
+            values[:, :, rows] = clean[name][:, :, rows]
+        check_gradients(found, q, k, v, case, d_out, d_lse, note=f"beside document {d}")
 
 
 @pytest.mark.parametrize("dim", BUCKETS)

@@ -136,8 +136,13 @@ void launch(const BackwardParams& params, at::Device device) {
   const AttentionParams& forward = params.forward;
   const bwd::KernelInfo* kernel = bwd::find_kernel(params);
   if (kernel == nullptr) refuse(forward, "backward");
-  check_tile_count(forward, forward.len_q, kernel->block_q);
-  check_tile_count(forward, forward.len_kv, kernel->block_kv);
+  // Packed: a tile more of each document, at the most, and one behind.
+  const auto check = [&](int32_t length, int32_t block) {
+    const int32_t more = kernel->packed ? (forward.mask.num_documents + 1) * block : 0;
+    check_tile_count(forward, length + min_of(more, std::numeric_limits<int32_t>::max() - length), block);
+  };
+  check(forward.len_q, kernel->block_q);
+  check(forward.len_kv, kernel->block_kv);
   const int num_sms = device_facts(device).num_sms;
   const size_t bytes = bwd::workspace_size(params, num_sms);
   const c10::DataPtr workspace = bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : c10::DataPtr();

@@ -243,6 +243,7 @@ py::dict describe(const fwd::KernelInfo& kernel) {
 py::dict describe(const bwd::KernelInfo& kernel) {
   py::dict d;
   d["name"] = kernel.name;
+  d["packed"] = kernel.packed;
   d["dropout"] = kernel.dropout;
   d["general"] = kernel.general;
   d["dtype"] = dtype_name(kernel.dtype);
@@ -273,7 +274,8 @@ py::list backward_kernels() {
 }
 
 py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v, bool softcap,
-                       bool alibi, bool dropout, bool backward) {
+                       bool alibi, bool dropout, bool backward, int32_t documents, bool causal, int32_t len_q,
+                       int32_t len_kv, bool deterministic) {
 #ifdef FLASHMSA_WITH_CUDA
   BackwardParams call;
   AttentionParams& params = call.forward;
@@ -290,6 +292,11 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
   params.head_dim = head_dim;
   params.head_dim_v = head_dim_v;
   if (backward) {
+    params.mask.num_documents = documents;
+    params.mask.causal = causal;
+    params.len_q = len_q;
+    params.len_kv = len_kv;
+    call.deterministic = deterministic;
     const bwd::KernelInfo* kernel = bwd::find_kernel(call);
     if (kernel != nullptr) return describe(*kernel);
   } else {
@@ -374,8 +381,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("backward_kernels", &backward_kernels, "Every compiled sm_90a backward kernel, as dicts.");
   m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
-        py::arg("dropout") = false, py::arg("backward") = false,
-        "The kernel for a mask kind, dtype, head dims and options, or None.");
+        py::arg("dropout") = false, py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false,
+        py::arg("len_q") = 0, py::arg("len_kv") = 0, py::arg("deterministic") = false,
+        "The kernel for a mask kind, dtype, head dims and options, or None. For the backward pass of a document mask "
+        "it depends on the documents' number, the lengths and deterministic mode too.");
   m.def("few_queries_kernel", torch::wrap_pybind_function(&few_queries_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("batch"), py::arg("heads_q"), py::arg("heads_kv"), py::arg("len_q"), py::arg("len_kv"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("alibi") = false, py::arg("from_start") = false,

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "bwd/packed.h"
 #include "bwd/table.h"
 
 namespace flashmsa::bwd {
@@ -19,6 +20,15 @@ const std::vector<KernelEntry>& table() {
   return entries;
 }
 
+// Whether tiles that begin where documents do are worth it: not for short ones, of which tiles hold several.
+bool packs(const BackwardParams& params, const KernelInfo& info) {
+  const AttentionParams& p = params.forward;
+  if (p.mask.kind != MaskKind::kDocument || params.deterministic) return false;
+  const int64_t rows = int64_t{p.mask.num_documents} * least_packed_length(p.mask.causal, info.head_dim_bucket);
+  return rows > 0 && rows <= p.len_q && rows <= p.len_kv &&
+         PackedTiles::count(p.mask.num_documents, p.len_kv, info.block_kv) <= kMostPacked;
+}
+
 const KernelEntry* find(const BackwardParams& params) {
   const AttentionParams& p = params.forward;
   const bool general = p.softcap > 0 || p.alibi_slopes != nullptr || (p.dropout_p > 0 && !draws_in_order(p));
@@ -26,7 +36,8 @@ const KernelEntry* find(const BackwardParams& params) {
   for (const KernelEntry& entry : table()) {
     const KernelInfo& info = entry.info;
     if (info.dtype == p.dtype && info.head_dim_bucket >= max_of(p.head_dim, p.head_dim_v) && info.general == general &&
-        (general || info.dropout == (p.dropout_p > 0))) {
+        (general || info.dropout == (p.dropout_p > 0)) &&
+        (general || info.dropout || info.packed == packs(params, info))) {
       return &entry;
     }
   }

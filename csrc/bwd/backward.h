@@ -12,7 +12,8 @@ namespace flashmsa::bwd {
 
 // Facts about one compiled kernel, for explain() and `python -m flashmsa info`.
 struct KernelInfo {
-  std::string name;         // e.g. "bwd_d128_bf16"; one kernel serves every mask
+  std::string name;         // e.g. "bwd_d128_bf16"; one kernel serves every mask, another documents alone
+  bool packed;              // documents alone, of some length, and not deterministic
   bool dropout;             // of weights in the caller's order
   bool general;             // soft cap, ALiBi, dropout in any order
   DType dtype;

@@ -1,8 +1,6 @@
 // The backward kernel's tuning: one line per head-dim bucket, and everything that follows from it.
 #pragma once
 
-#include <type_traits>
-
 #include "core/types.h"
 
 namespace flashmsa::bwd {
@@ -10,24 +8,30 @@ namespace flashmsa::bwd {
 // What a kernel can do to weights beside the softmax. General: whatever the call asks for, decided at run time.
 struct Plain {
   static constexpr const char* kName = "";
-  static constexpr bool kGeneral = false, kDropout = false;
+  static constexpr bool kGeneral = false, kDropout = false, kPacked = false;
+};
+// Documents, by tiles that begin where one does: packed.h.
+struct Packed {
+  static constexpr const char* kName = "_packed";
+  static constexpr bool kGeneral = false, kDropout = false, kPacked = true;
 };
 struct Dropping {
   static constexpr const char* kName = "_dropout";
-  static constexpr bool kGeneral = false, kDropout = true;
+  static constexpr bool kGeneral = false, kDropout = true, kPacked = false;
 };
 struct General {
   static constexpr const char* kName = "_general";
-  static constexpr bool kGeneral = true, kDropout = true;
+  static constexpr bool kGeneral = true, kDropout = true, kPacked = false;
 };
 
 // Who accumulates what: each consumer warpgroup dK and dV of its own 64 keys, or one dV and the other dK of the same keys.
 enum class Split { kByKeys, kByGradient };
 
 // What the kernels before and behind the main one have to know of it.
-template <class ElementType, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kBlockKvValue>
+template <class ElementType, bool kPackedValue, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kBlockKvValue>
 struct Tiling {
   using Element = ElementType;
+  static constexpr bool kPacked = kPackedValue;
   static constexpr int32_t kHeadDim = kHeadDimValue;  // bucket: serves head_dim and head_dim_v up to this
   static constexpr int32_t kBlockQ = kBlockQValue;    // rows of a step
   static constexpr int32_t kBlockKv = kBlockKvValue;  // keys of a CTA
@@ -38,8 +42,8 @@ constexpr int32_t keys_of_cta(Split split) { return split == Split::kByKeys ? 12
 
 template <class ElementType, class ExtraType, int32_t kHeadDimValue, Split kSplitValue, int32_t kBlockQValue,
           int32_t kSubQValue, int32_t kStagesValue, int32_t kDsBuffersValue, int32_t kStagingsValue>
-struct Config : Tiling<ElementType, kHeadDimValue, kBlockQValue, keys_of_cta(kSplitValue)> {
-  using Tiles = Tiling<ElementType, kHeadDimValue, kBlockQValue, keys_of_cta(kSplitValue)>;
+struct Config : Tiling<ElementType, ExtraType::kPacked, kHeadDimValue, kBlockQValue, keys_of_cta(kSplitValue)> {
+  using Tiles = Tiling<ElementType, ExtraType::kPacked, kHeadDimValue, kBlockQValue, keys_of_cta(kSplitValue)>;
   using Extra = ExtraType;
   static constexpr Split kSplit = kSplitValue;
   static constexpr int32_t kSubQ = kSubQValue;        // rows of a step that a warpgroup takes at once
@@ -50,7 +54,7 @@ struct Config : Tiling<ElementType, kHeadDimValue, kBlockQValue, keys_of_cta(kSp
   static constexpr int32_t kTurns = kSplit == Split::kByKeys ? 2 : 1;
   // PERF: at head dim 64 a step's pieces of dQ leave together in the plain kernel too: piece by piece a call takes 6 to 11 %
   // longer, by the order in which the compiler puts the instructions then.
-  static constexpr bool kHoldsPieces = kHeadDimValue == 64 && std::is_same_v<ExtraType, Plain>;
+  static constexpr bool kHoldsPieces = kHeadDimValue == 64 && !ExtraType::kDropout;
   static constexpr int32_t kRegistersProducer = 72;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = 216;
   static constexpr int32_t kConsumerWarpgroups = 2;

@@ -155,10 +155,21 @@ struct KeyConsumer : Pairs<Config> {
     const bool k_suspect = this->finish(dk, params.scale), v_suspect = this->finish(dv, params.value_scale());
     this->note(this->warp_key() / sm90::kWarpRows, k_suspect || v_suspect);
     // SYNC: V's rows of a warpgroup are its own, and their last use is done. K's was the last dQ.
-    this->store(dv, params.dv, shared.v);
+    if constexpr (Config::kPacked) {
+      // PERF: dV waits for dK. Beside it there are no registers for the way row by row.
+      this->stage(dv, shared.v);
+    } else {
+      this->store(dv, params.dv, shared.v);
+    }
     static_assert(Config::kDsBuffers == 1);
     shared.empty_ds[0].wait(buffer.parity ^ 1u);
-    this->store(dk, params.dk, shared.k);
+    if constexpr (Config::kPacked) {
+      this->stage(dk, shared.k);
+      this->send_own(params.dv, params.dv_rows, params.head_dim_v, shared.v);
+      this->send_own(params.dk, params.dk_rows, params.head_dim, shared.k);
+    } else {
+      this->store(dk, params.dk, shared.k);
+    }
     this->finish_stores();
   }
 };

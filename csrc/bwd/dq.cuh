@@ -1,6 +1,8 @@
 // Which query tiles the CTA's keys meet; and warpgroup 0, which loads them and computes dQ = dS K, to be added to memory.
 #pragma once
 
+#include <type_traits>
+
 #include "bwd/shared.cuh"
 #include "bwd/visible.cuh"
 #include "sm90/atomic.cuh"
@@ -119,6 +121,29 @@ struct Walk {
   }
 };
 
+// The same of a document's key tile, whose query tiles are a range.
+template <class Config>
+struct PackedWalk {
+  const OwnKeys<true>& own;  // in shared memory
+  int32_t head, last_head, tile;
+
+  __device__ __forceinline__ PackedWalk(const KernelParams& params, Shared<Config>& shared) : own(shared.own) {
+    head = shared.key_tile.kv_head * params.heads_per_kv_head();
+    last_head = head + params.heads_per_kv_head() - 1;
+    tile = own.begin;
+  }
+
+  __device__ __forceinline__ Step next() {
+    if (tile >= own.end) {
+      if (head == last_head || own.begin >= own.end) return {-1, 0, 0, 0, 0};
+      ++head;
+      tile = own.begin;
+    }
+    const int32_t at = tile++;
+    return {at, head, at < own.full_begin || at >= own.full_end, mask::kWholeCell, 0};
+  }
+};
+
 template <class Config, bool kOrdered>
 struct DqWarpgroup {
   using S = Shared<Config>;
@@ -138,7 +163,7 @@ struct DqWarpgroup {
   __device__ __forceinline__ uint32_t warp() const { return threadIdx.x / 32; }
 
   __device__ __forceinline__ void load_keys() {
-    const int32_t first_key = key_tile.tile * Config::kBlockKv;
+    const int32_t first_key = first_key_of<Config>(key_tile, shared.own);
     const sm90::Sequence from = {key_tile.kv_head, key_tile.batch, key_tile.residue};
     shared.full_kv.arrive_expect(2 * S::KTile::kBytes);
     sm90::load_tile<typename S::KTile, sm90::kStridedRank>(shared.k, params.k, first_key, from, shared.full_kv);
@@ -154,7 +179,8 @@ struct DqWarpgroup {
     const Prepared& prepared = params.prepared;
     const uint32_t runs = !rows ? 0 : prepared.firsts != nullptr ? 2 : 1;
     full.arrive_expect(2 * S::QTile::kBytes + S::kStatBytes + runs * S::kRunBytes);
-    const int32_t row = step.tile * Config::kBlockQ;
+    int32_t row = step.tile * Config::kBlockQ;
+    if constexpr (Config::kPacked) row += shared.own.first_row - shared.own.begin * Config::kBlockQ;
     const sm90::Sequence from = {step.head, key_tile.batch, key_tile.residue};
     sm90::load_tile<typename S::QTile, sm90::kStridedRank>(shared.q[stage], params.q, row, from, full);
     const int64_t sequence = params.sequence(key_tile.batch, step.head, key_tile.residue);
@@ -241,7 +267,7 @@ struct DqWarpgroup {
   }
 
   __device__ void run() {
-    Walk<Config, kOrdered> walk(params, shared);
+    std::conditional_t<Config::kPacked, PackedWalk<Config>, Walk<Config, kOrdered>> walk(params, shared);
     Place<Config::kStages> ahead;
     bool more = true;
     // SYNC: one warp loads; `ahead` is as many steps in front of the others' as there are stages, less one.

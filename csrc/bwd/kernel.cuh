@@ -28,20 +28,39 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   const int32_t warpgroup = __shfl_sync(~0u, threadIdx.x / sm90::kWarpgroupThreads, 0);
+  [[maybe_unused]] KeyTile key_tile;
+  [[maybe_unused]] OwnKeys<Config::kPacked> own;
+  if constexpr (Config::kPacked) {
+    key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+    own = own_keys_of(params, key_tile);
+    key_tile.tile = own.place;
+    // A number of no tile has no results.
+    if (own.empty()) {
+      if (threadIdx.x < 8) params.prepared.suspects[blockIdx.x * 8 + threadIdx.x] = 0;
+      return;
+    }
+  }
   if (threadIdx.x == 0) {
     sm90::prefetch_map(params.q);
     sm90::prefetch_map(params.dout);
     sm90::prefetch_map(params.dv);
     sm90::prefetch_map(params.dk);
     shared.init_barriers();
-    shared.key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+    if constexpr (Config::kPacked) {
+      shared.key_tile = key_tile;
+      shared.own = own;
+    } else {
+      shared.key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+    }
     DqWarpgroup<Config, kOrdered>{params, shared, shared.key_tile}.load_keys();
   }
   __syncthreads();
   // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
   cudaGridDependencySynchronize();
-  if (warpgroup != 0) Walk<Config, kOrdered>::find_all(params, shared);
-  __syncthreads();
+  if constexpr (!Config::kPacked) {
+    if (warpgroup != 0) Walk<Config, kOrdered>::find_all(params, shared);
+    __syncthreads();
+  }
 
   if (warpgroup == 0) {
     sm90::setmaxnreg_dec<Config::kRegistersProducer>();

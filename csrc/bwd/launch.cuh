@@ -23,8 +23,8 @@ struct Layout {
   int64_t sequences, plans;
   int32_t plan_stride_batch, plan_stride_head;
   int32_t orders, order_stride_batch, order_stride_head;
-  bool two_runs;
-  size_t stats, dq, tiles, mains, firsts, positions, suspects, turns, longest, bytes;  // offsets, and the sum
+  bool two_runs, packs;
+  size_t stats, dq, tiles, mains, firsts, positions, suspects, turns, longest, packed, bytes;  // offsets, and the sum
 };
 
 template <class Config>
@@ -32,8 +32,13 @@ Layout make_layout(const BackwardParams& b) {
   const AttentionParams& p = b.forward;
   const MaskArgs& m = p.mask;
   Layout layout = {};
-  layout.q_tiles = ceil_div(p.len_q, Config::kBlockQ);
-  layout.key_tiles = ceil_div(p.len_kv, Config::kBlockKv);
+  if constexpr (Config::kPacked) {
+    layout.q_tiles = PackedTiles::count(m.num_documents, p.len_q, Config::kBlockQ);
+    layout.key_tiles = PackedTiles::count(m.num_documents, p.len_kv, Config::kBlockKv);
+  } else {
+    layout.q_tiles = ceil_div(p.len_q, Config::kBlockQ);
+    layout.key_tiles = ceil_div(p.len_kv, Config::kBlockKv);
+  }
   layout.sequences = int64_t{p.batch} * p.heads_q * p.residues;
   const bool by_head = m.row_begin != nullptr;
   const bool by_batch =
@@ -43,7 +48,7 @@ Layout make_layout(const BackwardParams& b) {
   layout.plans = by_head ? int64_t{p.batch} * p.heads_q : by_batch ? p.batch : 1;
   // Where lengths follow no rule. Deterministic mode has an order of its own.
   const bool uneven = m.q_offsets != nullptr || by_head || m.kind == MaskKind::kBlockSparse;
-  if (uneven && !b.deterministic && layout.key_tiles <= kMostOrdered) {
+  if (uneven && !b.deterministic && layout.key_tiles <= (Config::kPacked ? kMostPacked : kMostOrdered)) {
     const bool order_by_head = by_head || m.list.stride_head != 0;
     const bool order_by_batch = order_by_head || by_batch || m.list.stride_batch != 0;
     layout.order_stride_head = order_by_head ? 1 : 0;
@@ -65,7 +70,10 @@ Layout make_layout(const BackwardParams& b) {
   layout.positions = take(p.alibi_slopes != nullptr ? layout.plans * padded_rows : 0, sizeof(int32_t));
   layout.suspects = take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8, sizeof(int32_t));
   layout.turns = take(b.deterministic ? layout.sequences * layout.q_tiles * 4 : 0, sizeof(int32_t));
-  layout.longest = take(size_t{1} * layout.orders * layout.key_tiles, sizeof(int32_t));
+  layout.packs = Config::kPacked;
+  const size_t ordered = size_t{1} * layout.orders * layout.key_tiles;
+  layout.longest = take(Config::kPacked ? 0 : ordered, sizeof(int32_t));
+  layout.packed = take(Config::kPacked ? ordered : 0, sizeof(PackedKeys));
   return layout;
 }
 
@@ -84,7 +92,7 @@ inline Prepared make_prepared(const BackwardParams& b, const Layout& layout, cha
   if (b.forward.alibi_slopes != nullptr) prepared.positions = reinterpret_cast<int32_t*>(space + layout.positions);
   prepared.suspects = reinterpret_cast<int32_t*>(space + layout.suspects);
   if (b.deterministic) prepared.turns = reinterpret_cast<int32_t*>(space + layout.turns);
-  if (layout.orders > 0) prepared.longest = reinterpret_cast<int32_t*>(space + layout.longest);
+  if (layout.orders > 0 && !layout.packs) prepared.longest = reinterpret_cast<int32_t*>(space + layout.longest);
   prepared.order_stride_batch = layout.order_stride_batch;
   prepared.order_stride_head = layout.order_stride_head;
   prepared.plan_stride_batch = layout.plan_stride_batch;
@@ -220,19 +228,29 @@ void launch_behind(Kernel kernel, int64_t ctas, int threads, size_t shared_bytes
 }
 
 template <class Config>
+auto main_kernel(bool deterministic) {
+  if constexpr (!Config::kPacked) {
+    if (deterministic) return &attention_backward_kernel<Config, true>;
+  }
+  return &attention_backward_kernel<Config, false>;
+}
+
+template <class Config>
 void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
   const Layout layout = make_layout<Config>(b);
   const Prepared prepared = make_prepared(b, layout, static_cast<char*>(workspace));
-  const PreprocessParams preprocess = make_preprocess(b, layout, prepared, Config::kBlockKv);
-  const KernelParams params = make_params<Config>(b, layout, prepared);
+  PreprocessParams preprocess = make_preprocess(b, layout, prepared, Config::kBlockKv);
+  KernelParams params = make_params<Config>(b, layout, prepared);
+  if (layout.packs) {
+    params.packed = preprocess.packed = reinterpret_cast<PackedKeys*>(static_cast<char*>(workspace) + layout.packed);
+  }
 
   const int64_t tiles = layout.sequences * layout.q_tiles;
   preprocess_kernel<typename Config::Tiles>
       <<<static_cast<unsigned>(layout.orders + tiles), kPreprocessThreads, 0, stream>>>(preprocess);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
   const int64_t ctas = params.order.count();
-  const auto kernel =
-      b.deterministic ? &attention_backward_kernel<Config, true> : &attention_backward_kernel<Config, false>;
+  const auto kernel = main_kernel<Config>(b.deterministic);
   launch_behind(kernel, ctas, Config::kThreads, sizeof(Shared<Config>), stream, params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
   postprocess_kernel<typename Config::Tiles>
@@ -252,6 +270,7 @@ KernelEntry make_entry() {
   KernelInfo info;
   info.name = "bwd" + std::string(Config::Extra::kName) + "_d" + std::to_string(Config::kHeadDim) +
               (kDType == DType::kF16 ? "_fp16" : "_bf16");
+  info.packed = Config::kPacked;
   info.general = Config::Extra::kGeneral;
   info.dropout = Config::Extra::kDropout;
   info.dtype = kDType;
@@ -267,8 +286,8 @@ KernelEntry make_entry() {
 // The kernels of one head-dim bucket and dtype.
 template <template <class, class> class ConfigOf, class Element>
 std::vector<KernelEntry> make_entries() {
-  return {make_entry<ConfigOf<Element, Plain>>(), make_entry<ConfigOf<Element, Dropping>>(),
-          make_entry<ConfigOf<Element, General>>()};
+  return {make_entry<ConfigOf<Element, Plain>>(), make_entry<ConfigOf<Element, Packed>>(),
+          make_entry<ConfigOf<Element, Dropping>>(), make_entry<ConfigOf<Element, General>>()};
 }
 
 }  // namespace flashmsa::bwd

@@ -29,18 +29,19 @@ struct PairGradient {
     attn::load8(attn::row_of<Element>(tensor, {of_head, batch, residue}, row) + column(), values);
   }
 
-  __device__ __forceinline__ void load_query(int32_t of_head, int32_t row, int32_t block_q) {
+  // `place`: of the row among those of its sequence as they come in tiles.
+  __device__ __forceinline__ void load_query(int32_t of_head, int32_t row, int32_t place, int32_t block_q) {
     head = of_head;
     query = row;
     load(params.q_rows, head, row, params.head_dim, q);
     load(params.dout_rows, head, row, params.head_dim_v, dout);
-    const int64_t tile = params.sequence(batch, head, residue) * params.q_tiles + row / block_q;
-    const float* stats = params.prepared.stats + tile * 2 * block_q + row % block_q;
+    const int64_t tile = params.sequence(batch, head, residue) * params.q_tiles + place / block_q;
+    const float* stats = params.prepared.stats + tile * 2 * block_q + place % block_q;
     lse = stats[0];
     minus_delta = stats[block_q];
-    const int64_t place = params.plan(batch, head) * params.q_tiles * block_q + row;
-    keys = params.prepared.keys_of(place);
-    if (params.prepared.positions != nullptr) position = params.prepared.positions[place];
+    const int64_t planned = params.plan(batch, head) * params.q_tiles * block_q + place;
+    keys = params.prepared.keys_of(planned);
+    if (params.prepared.positions != nullptr) position = params.prepared.positions[planned];
   }
 
   __device__ __forceinline__ void load_key(int32_t kv_head, int32_t row) {

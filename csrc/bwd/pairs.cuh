@@ -312,13 +312,39 @@ struct Pairs {
   // A gradient to memory, by way of shared rows that nobody needs any more.
   __device__ __forceinline__ void store(const float (&d)[kGradients], const sm90::TensorMap& tensor, char* staging) {
     const int32_t first_key = shared.key_tile.tile * Config::kBlockKv + warp_key();
+    stage(d, staging);
+    if (lane() == 0 && first_key < params.len_kv) send_all(tensor, staging, first_key);
+  }
+  __device__ __forceinline__ void stage(const float (&d)[kGradients], char* staging) const {
     attn::stage_rows<Element, typename S::KTile, kGradients>(d, 0, address(staging), warp_key());
     sm90::fence_async_proxy();
     __syncwarp();
-    if (lane() == 0 && first_key < params.len_kv) {
-      sm90::store_rows<typename S::KTile, sm90::kStridedRank>(
-          tensor, staging + warp_key() * sm90::kSwizzleRowBytes, 0, first_key,
-          {shared.key_tile.kv_head, shared.key_tile.batch, shared.key_tile.residue});
+  }
+  __device__ __forceinline__ void send_all(const sm90::TensorMap& tensor, const char* staging,
+                                           int32_t first_key) const {
+    sm90::store_rows<typename S::KTile, sm90::kStridedRank>(
+        tensor, staging + warp_key() * sm90::kSwizzleRowBytes, 0, first_key,
+        {shared.key_tile.kv_head, shared.key_tile.batch, shared.key_tile.residue});
+  }
+
+  // Packed, what is staged: the next document's keys are another CTA's.
+  __device__ __forceinline__ void send_own(const sm90::TensorMap& tensor, const TensorRef& rows, int32_t columns,
+                                           const char* staging) const {
+    const int32_t first_key = shared.own.first_key + warp_key(), count = shared.own.end_key - first_key;
+    if (count < sm90::kWarpRows) return send_some(rows, columns, staging, first_key, count);
+    if (lane() == 0) send_all(tensor, staging, first_key);
+  }
+  // As many rows, eight elements a lane.
+  // NOTE: row by row. A loop over rows and chunks in one takes registers that there are not.
+  __device__ __forceinline__ void send_some(const TensorRef& rows, int32_t columns, const char* staging,
+                                            int32_t first_key, int32_t count) const {
+    const sm90::Sequence to = {shared.key_tile.kv_head, shared.key_tile.batch, shared.key_tile.residue};
+    const uint32_t chunks = columns / 8;
+#pragma unroll 1
+    for (int32_t row = 0; row < count; ++row) {
+      if (lane() >= chunks) continue;
+      const uint4 value = *reinterpret_cast<const uint4*>(staging + S::KTile::chunk_offset(warp_key() + row, lane()));
+      *reinterpret_cast<uint4*>(attn::row_of<Element>(rows, to, first_key + row) + lane() * 8) = value;
     }
   }
   // SYNC: shared memory outlives the stores that read it.

@@ -32,52 +32,76 @@ struct Postprocess {
     const int32_t sequence = block / blocks;
     const sm90::Sequence at = {sequence / params.residues % params.heads_q, sequence / params.residues / params.heads_q,
                                sequence % params.residues};
-    const int32_t first_row = block % blocks * 64 + warp() * sm90::kWarpRows;
-    if (first_row >= params.len_q) return;
+    const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
     const float* from =
         params.prepared.dq + int64_t{block} * kColumns * DqPiece::kFloats + warp() * DqPiece::kWarpFloats;
+    constexpr int32_t kAtOnce = kColumns > 1 ? 2 : 1;  // groups of 64 columns on their way at a time
+    float dq[kAtOnce][32];
+    const auto load = [&](int32_t first) {
+#pragma unroll
+      for (int32_t n = 0; n < kAtOnce; ++n) load_group(from + (first + n) * DqPiece::kFloats, dq[n]);
+    };
+    // PERF: before it is known which rows these are: else one load waits for the other.
+    load(0);
+    const int32_t place = block % blocks * 64 + warp() * sm90::kWarpRows;
+    int32_t first_row = place, end_row = params.len_q, origin = 0;
+    if constexpr (Tiles::kPacked) {
+      const QueryTile own =
+          params.prepared.load_tile(params.plan(at.batch, at.head) * params.q_tiles + place / Tiles::kBlockQ);
+      first_row = own.first_row + place % Tiles::kBlockQ;
+      end_row = own.end_row;
+      origin = own.first_begin;
+    }
+    if (first_row >= end_row) return;
     bool suspect = false;
 #pragma unroll 1
-    for (int32_t column = 0; column < kColumns; ++column) {
-      if (column * 64 >= params.head_dim) break;
-      float dq[32];
+    for (int32_t first = 0;;) {
 #pragma unroll
-      for (int e = 0; e < 32; e += 4) {
-        const float4 quad =
-            __ldcs(reinterpret_cast<const float4*>(from + column * DqPiece::kFloats + DqPiece::offset(lane(), e)));
-        dq[e] = quad.x * params.scale;
-        dq[e + 1] = quad.y * params.scale;
-        dq[e + 2] = quad.z * params.scale;
-        dq[e + 3] = quad.w * params.scale;
+      for (int32_t n = 0; n < kAtOnce; ++n) {
+        suspect |= attn::any_nonfinite(dq[n]);
+        attn::stage_rows<Element, RowTile, 32>(dq[n], 0, tile, warp() * sm90::kWarpRows);
+        __syncwarp();
+        write_rows(at, first_row, end_row, (first + n) * 64, staging);
+        __syncwarp();
       }
-      suspect |= attn::any_nonfinite(dq);
-      const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(staging));
-      attn::stage_rows<Element, RowTile, 32>(dq, 0, tile, warp() * sm90::kWarpRows);
-      __syncwarp();
-      write_rows(at, first_row, column * 64, staging);
-      __syncwarp();
+      first += kAtOnce;
+      if (first * 64 >= params.head_dim) break;
+      load(first);
     }
     if (!suspect) return;
-    for (int32_t i = 0; i < sm90::kWarpRows && first_row + i < params.len_q; ++i) redo_query(at, first_row + i);
+    for (int32_t i = 0; i < sm90::kWarpRows && first_row + i < end_row; ++i) {
+      redo_query(at, first_row + i, place + i, origin);
+    }
+  }
+
+  __device__ __forceinline__ void load_group(const float* from, float (&dq)[32]) const {
+#pragma unroll
+    for (int e = 0; e < 32; e += 4) {
+      const float4 quad = __ldcs(reinterpret_cast<const float4*>(from + DqPiece::offset(lane(), e)));
+      dq[e] = quad.x * params.scale;
+      dq[e + 1] = quad.y * params.scale;
+      dq[e + 2] = quad.z * params.scale;
+      dq[e + 3] = quad.w * params.scale;
+    }
   }
 
   // A warp's 16 rows of 64 columns, eight lanes a row.
-  __device__ __forceinline__ void write_rows(sm90::Sequence at, int32_t first_row, int32_t first_column,
-                                             const char* staging) {
+  __device__ __forceinline__ void write_rows(sm90::Sequence at, int32_t first_row, int32_t end_row,
+                                             int32_t first_column, const char* staging) {
     const int32_t chunk = lane() % 8;
 #pragma unroll
     for (int32_t i = lane() / 8; i < sm90::kWarpRows; i += 4) {
       const int32_t row = first_row + i, column = first_column + chunk * 8;
-      if (row >= params.len_q || column >= params.head_dim) continue;
+      if (row >= end_row || column >= params.head_dim) continue;
       const uint4 value =
           *reinterpret_cast<const uint4*>(staging + RowTile::chunk_offset(warp() * sm90::kWarpRows + i, chunk));
       *reinterpret_cast<uint4*>(attn::row_of<Element>(params.dq_rows, at, row) + column) = value;
     }
   }
 
-  __device__ __forceinline__ void redo_query(sm90::Sequence at, int32_t row) {
+  __device__ __forceinline__ void redo_query(sm90::Sequence at, int32_t row, int32_t place, int32_t origin) {
     PairGradient<Element> pair(params, at.batch, at.residue);
-    pair.load_query(at.head, row, Tiles::kBlockQ);
+    pair.load_query(at.head, row, place, Tiles::kBlockQ);
     const int32_t kv_head = at.head / params.heads_per_kv_head();
     float dq[8] = {};
     const mask::TwoRuns keys = pair.keys;
@@ -88,7 +112,7 @@ struct Postprocess {
       const int32_t begin = run == 0 ? first.begin : keys.main.begin, end = run == 0 ? first.end : keys.main.end;
       for (int32_t key = begin; key < end; ++key) {
         if (!visible(params, keys, at.batch, at.head, row, key)) continue;
-        pair.load_key(kv_head, key);
+        pair.load_key(kv_head, key + origin);
         const float ds = pair.ds();
 #pragma unroll
         for (int c = 0; c < 8; ++c) dq[c] = fmaf(ds, pair.k[c], dq[c]);
@@ -102,12 +126,26 @@ struct Postprocess {
   __device__ void redo_keys(int32_t cta, int32_t consumer_warp) {
     if (params.prepared.suspects[cta * 8 + consumer_warp] == 0) return;
     const KeyTile tile = key_tile_of<true>(params, cta);
+    OwnKeys<Tiles::kPacked> own;
+    int32_t end = params.len_kv;
+    if constexpr (Tiles::kPacked) {
+      own = own_keys_of(params, tile);
+      end = own.end_key;
+    }
     const int32_t first =
-        tile.tile * Tiles::kBlockKv + consumer_warp % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
-    for (int32_t i = 0; i < sm90::kWarpRows && first + i < params.len_kv; ++i) redo_key(tile, first + i);
+        first_key_of<Tiles>(tile, own) + consumer_warp % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
+    for (int32_t i = 0; i < sm90::kWarpRows && first + i < end; ++i) redo_key(tile, own, first + i);
   }
 
-  __device__ __forceinline__ void redo_key(const KeyTile& tile, int32_t key) {
+  __device__ __forceinline__ void redo_key(const KeyTile& tile, const OwnKeys<Tiles::kPacked>& own, int32_t key) {
+    // The rows' places, what makes a row of one, and what keys are counted from.
+    int32_t begin = 0, end = params.len_q, shift = 0, origin = 0;
+    if constexpr (Tiles::kPacked) {
+      begin = own.begin * Tiles::kBlockQ;
+      end = own.end * Tiles::kBlockQ;
+      shift = own.first_row - begin;
+      origin = own.origin(Tiles::kBlockKv);
+    }
     PairGradient<Element> pair(params, tile.batch, tile.residue);
     pair.load_key(tile.kv_head, key);
     float dk[8] = {}, dv[8] = {};
@@ -115,9 +153,10 @@ struct Postprocess {
     for (int32_t g = 0; !settled && g < params.heads_per_kv_head(); ++g) {
       const int32_t head = tile.kv_head * params.heads_per_kv_head() + g;
       const int64_t rows = params.plan(tile.batch, head) * params.q_tiles * Tiles::kBlockQ;
-      for (int32_t row = 0; row < params.len_q; ++row) {
-        if (!visible(params, params.prepared.keys_of(rows + row), tile.batch, head, row, key)) continue;
-        pair.load_query(head, row, Tiles::kBlockQ);
+      for (int32_t place = begin; place < end; ++place) {
+        const int32_t row = place + shift;
+        if (!visible(params, params.prepared.keys_of(rows + place), tile.batch, head, row, key - origin)) continue;
+        pair.load_query(head, row, place, Tiles::kBlockQ);
         if (pair.without_weights()) continue;
         const float ds = pair.ds();
 #pragma unroll

@@ -5,6 +5,7 @@
 #include "attn/score.cuh"
 #include "bwd/config.h"
 #include "bwd/key_order.h"
+#include "bwd/packed.h"
 #include "core/params.h"
 #include "mask/interval.h"
 #include "sched/tile_order.h"
@@ -19,7 +20,7 @@ namespace flashmsa::bwd {
 struct alignas(32) QueryTile {
   mask::KeyTiles main;
   int32_t first_begin, first_end;
-  int32_t unused[2];
+  int32_t first_row, end_row;  // packed: its own rows, and in first_begin what their keys are counted from
 };
 
 // What preprocessing leaves for the main kernel, all in the workspace. Rows come in tiles of Config::kBlockQ, the last one
@@ -28,7 +29,7 @@ struct Prepared {
   float* stats;        // (sequences, q_tiles, 2, block_q): lse in the exponent's units, then -Δ
   float* dq;           // (sequences, 64-row blocks, head_dim / 64, 4096): fragment order, see DqPiece
   QueryTile* tiles;    // (plans, q_tiles)
-  mask::Interval* mains;   // (plans, padded len_q): the keys of each row, the main run
+  mask::Interval* mains;   // (plans, padded len_q): keys of each row, the main run; packed: see PackedKeys::origin
   mask::Interval* firsts;  // the first run; null: no row has one
   int32_t* positions;  // (plans, padded len_q): ALiBi's; null: none
   int32_t* suspects;   // (CTAs of the main kernel, 8 warps): a gradient of theirs is not finite
@@ -46,7 +47,7 @@ struct Prepared {
   __device__ __forceinline__ QueryTile load_tile(int64_t index) const {
     const int4* from = reinterpret_cast<const int4*>(tiles + index);
     const int4 a = from[0], b = from[1];
-    return {{a.x, a.y, a.z, a.w}, b.x, b.y, {b.z, b.w}};
+    return {{a.x, a.y, a.z, a.w}, b.x, b.y, b.z, b.w};
   }
 };
 
@@ -74,6 +75,7 @@ struct KernelParams {
   int64_t alibi_stride_batch;
   float alibi_factor;  // from a slope to S's unit a key
   attn::DropoutParams dropout;  // rng_state null: none
+  const PackedKeys* packed;  // (orders, key_tiles): packed kernels' key tiles, in the order of Prepared::longest
 
   // What kept weights, and with them dV, are multiplied by.
   FLASHMSA_HD float value_scale() const { return dropout.rng_state != nullptr ? dropout.keep_scale : 1.0f; }
@@ -99,6 +101,12 @@ struct alignas(16) Step {
 struct KeyTile {
   int32_t tile, batch, residue, kv_head;
 };
+
+// What packed kernels know beside it.
+template <bool kPacked>
+struct OwnKeys {};
+template <>
+struct OwnKeys<true> : PackedKeys {};
 
 template <class Config>
 struct Shared {
@@ -132,6 +140,8 @@ struct Shared {
   sm90::Barrier full_p[Config::kDsBuffers];   // P's warps (split)         the other consumers
   sm90::Barrier full_ds[Config::kDsBuffers];  // dS's warps                dQ
   sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
+
+  OwnKeys<Config::kPacked> own;
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
@@ -183,6 +193,26 @@ __device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32
     key_tile.tile = prepared.longest[order * params.order.row_blocks + at.row_rank];
   }
   return key_tile;
+}
+
+// Packed kernels: of the key tile that key_tile_of gave.
+__device__ __forceinline__ OwnKeys<true> own_keys_of(const KernelParams& params, const KeyTile& key_tile) {
+  // SYNC: the work of the kernel before.
+  cudaGridDependencySynchronize();
+  const int64_t order = int64_t{key_tile.batch} * params.prepared.order_stride_batch;
+  const int4* from = reinterpret_cast<const int4*>(params.packed + order * params.order.row_blocks + key_tile.tile);
+  const int4 a = from[0], b = from[1];
+  return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+}
+
+template <class Config>
+__device__ __forceinline__ int32_t first_key_of(const KeyTile& key_tile,
+                                                [[maybe_unused]] const OwnKeys<Config::kPacked>& own) {
+  if constexpr (Config::kPacked) {
+    return own.first_key;
+  } else {
+    return key_tile.tile * Config::kBlockKv;
+  }
 }
 
 }  // namespace flashmsa::bwd

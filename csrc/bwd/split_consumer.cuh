@@ -105,7 +105,14 @@ struct SplitConsumer : Pairs<Config> {
     const bool suspect = this->finish(gradient, kValues ? params.value_scale() : params.scale);
     this->note((kValues ? 0 : 4) + this->warp_key() / sm90::kWarpRows, suspect);
     sm90::bar_sync(kConsumersBarrier, 2 * sm90::kWarpgroupThreads);
-    this->store(gradient, kValues ? params.dv : params.dk, kValues ? shared.v : shared.q[0]);
+    if constexpr (Config::kPacked) {
+      char* staging = kValues ? shared.v : shared.q[0];
+      this->stage(gradient, staging);
+      this->send_own(kValues ? params.dv : params.dk, kValues ? params.dv_rows : params.dk_rows,
+                     kValues ? params.head_dim_v : params.head_dim, staging);
+    } else {
+      this->store(gradient, kValues ? params.dv : params.dk, kValues ? shared.v : shared.q[0]);
+    }
     this->finish_stores();
   }
 };

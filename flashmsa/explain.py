@@ -271,7 +271,12 @@ def _how_it_runs(
             f"queries and keys of one residue modulo {lower(mask)[1][3]} see each other alone: each residue is a "
             "window over strided rows, and the tiles counted are those of the residues"
         )
-    if wanted.mask_kind == HASH:
+    if wanted.mask_kind == HASH and kernel is not None and kernel["mask"] == "hash":
+        yield (
+            "rows of q, k and v are read, and the result is written, in the order of the buckets, where they lie: the "
+            "tiles counted are those of the sorted rows and keys"
+        )
+    elif wanted.mask_kind == HASH:
         yield (
             "rows of q, k and v are gathered in the order of the buckets, and the result is scattered back: the tiles "
             "counted are those of the sorted rows and keys"

@@ -307,7 +307,7 @@ def test_the_torch_tile_is_the_block_it_takes(monkeypatch: pytest.MonkeyPatch) -
     assert got.tile == (max(blocks), 130) and got.full is None and got.pairs == 2 * 4 * 700 * 130
 
 
-KERNELS = {0: "dense", 1: "causal", 2: "document", 3: "composite", 4: "composite", 5: "composite", 6: "block_sparse"}
+KERNELS = {0: "dense", 1: "causal", 2: "document", 3: "composite", 4: "composite", 5: "hash", 6: "block_sparse"}
 
 
 @needs_kernels

@@ -92,6 +92,20 @@ def test_rows_equal_those_of_the_cpu(lengths: tuple[int, int], ends: tuple[int, 
         assert_same(got, OPS.bucket_rows(*arguments, causal, *lengths))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ends", [(0, 0), (0, 63), (-2, 1), (-5000, 5000), RANGES[-1]])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 127, 128, 129, 5000, 16384, 70001])
+def test_rows_of_queries_that_are_the_keys(length: int, ends: tuple[int, int], causal: bool) -> None:
+    """One tensor of buckets and one order for both sides, which take a shorter way."""
+    for leading in ((1, 1), (2, 3)):
+        bucket = random_buckets(1, (*leading, length), *ends)
+        order = sorted_order(bucket)
+        on_gpu, order_on_gpu = bucket.cuda(), order.cuda()
+        with poisoned_allocations():
+            got = OPS.bucket_rows(on_gpu, order_on_gpu, on_gpu, order_on_gpu, causal, length, length)
+        assert_same(got, OPS.bucket_rows(bucket, order, bucket, order, causal, length, length))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # gather_rows, scatter_rows
 

@@ -17,6 +17,7 @@ from helpers import (
     ALL_FAMILIES,
     CAUSAL,
     DENSE,
+    Buckets,
     MaskCase,
     Target,
     check,
@@ -452,14 +453,17 @@ def test_peak_memory(dim: int, length: int, family: str) -> None:
 @pytest.mark.parametrize("dim", BUCKETS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_peak_memory_of_hash_buckets(dim: int, causal: bool) -> None:
-    """One sorted copy of q, k, v, out and lse beside the workspace."""
+    """The results beside the workspace; with a soft cap also one sorted copy of q, k, v, out and lse."""
     batch, heads, length = 2, 8, 8192
     q, k, v = make_qkv(sm90(), batch, heads, length, length, dim)
     buckets = torch.randint(0, 64, (batch, heads, length), dtype=torch.int32, device="cuda")
     mask = flashmsa.HashBucket(buckets, causal=causal)
     lse_bytes = 4 * batch * heads * length
+    limit = workspace_limit(batch, heads, length, 0) + 2**20
     found = peak_of(lambda: flashmsa.attention(q, k, v, mask=mask, backend="sm90", return_lse=True))
-    assert found <= 5 * q.nbytes + 2 * lse_bytes + workspace_limit(batch, heads, length, 0) + 2**20
+    assert found <= q.nbytes + lse_bytes + limit
+    found = peak_of(lambda: flashmsa.attention(q, k, v, mask=mask, backend="sm90", return_lse=True, softcap=5.0))
+    assert found <= 5 * q.nbytes + 2 * lse_bytes + limit
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -469,6 +473,50 @@ def test_peak_memory_of_the_composed_backend(dtype: torch.dtype) -> None:
     mask = mask_for("document-causal", 1, 16384, 16384, documents=16).build("cuda")
     found = peak_of(lambda: flashmsa.attention(q, k, v, mask=mask, backend="torch"))
     assert found < 2**30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hash buckets, whose rows and keys are found by their order
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [(64, 64), (40, 64), (128, 128), (72, 120), (256, 256), (136, 200)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_buckets_by_head_with_poison_between(dtype: torch.dtype, size: tuple[int, int], causal: bool) -> None:
+    """Every head of every batch has buckets of its own on both sides, some of them without keys; keys that no query has
+    the bucket of hold NaN; heads lie behind each other or beside; the same bits again."""
+    for seed, (len_q, len_kv, count) in enumerate([(700, 900, 9), (900, 257, 40), (130, 2000, 3), (1500, 1500, 300)]):
+        torch.manual_seed(seed)
+        q, k, v = make_qkv(sm90(dtype), 2, (4, 2), len_q, len_kv, *size)
+        mine, theirs = (
+            torch.randint(0, count, (2, heads, length), dtype=torch.int32)
+            for heads, length in ((4, len_q), (2 if seed % 2 else 4, len_kv))
+        )
+        theirs[theirs == 1] = 0  # queries without a key
+        theirs[..., ::5] = -7  # keys without a query, the same in all heads
+        k[:, :, ::5] = math.nan
+        v[:, :, ::5] = math.nan if causal else math.inf
+        mask = Buckets("hash", q=mine, kv=theirs, causal=causal)
+        out, lse = run_and_check(sm90(dtype), q, k, v, mask, note=f"{len_q}x{len_kv} {size} {count} buckets")
+        beside = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        again = run(sm90(dtype), *beside, mask)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+def test_buckets_without_sorted_copies() -> None:
+    """Plain calls run one attention kernel on the tensors as they lie; what it does not serve moves rows."""
+    q, k, v = make_qkv(sm90(), 1, 4, 1000, 1000, 64)
+    mask = flashmsa.HashBucket(torch.arange(1000, dtype=torch.int32, device="cuda").view(1, 1, -1) % 7, causal=True)
+    for options, moves in (({}, False), ({"sinks": torch.zeros(4, device="cuda")}, False), ({"softcap": 5.0}, True)):
+        flashmsa.attention(q, k, v, mask, **options)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            flashmsa.attention(q, k, v, mask, **options)
+            torch.cuda.synchronize()
+        names = [event.key for event in profile.key_averages()]
+        assert any("attention_forward_kernel" in name for name in names)
+        assert any("move_rows_kernel" in name for name in names) == moves
+        kernel = flashmsa.explain(q, k, v, mask, **options).kernel
+        assert kernel.startswith("fwd_composite") if moves else kernel == "fwd_hash_d64_bf16"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

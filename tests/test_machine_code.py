@@ -144,11 +144,11 @@ def test_only_sm_90a() -> None:
 
 
 # wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG and UBLKRED add to memory.
-# Decode's few rows are mma.sync's (HMMA), its small pages cp.async's (LDGSTS).
+# Decode's few rows are mma.sync's (HMMA); its small pages, and the forward pass's rows by index, cp.async's (LDGSTS).
 @pytest.mark.parametrize(
     "name, opcodes",
     [
-        ("attention_forward_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
+        ("attention_forward_kernel", ("HGMMA", "UTMALDG|LDGSTS", "UTMASTG|LDGSTS")),
         ("attention_backward_kernel", ("HGMMA", "UTMALDG", "UTMASTG", "UBLKRED|UTMAREDG")),
         ("paged_attention_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
         ("paged_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS")),
@@ -159,6 +159,14 @@ def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, op
     for function in families[name].functions:
         for opcode in opcodes:
             assert any(function.count(x) > 0 for x in opcode.split("|")), f"{function.name} has no {opcode}"
+
+
+def test_rows_by_index_and_by_tma(forward: list[Function]) -> None:
+    """Hash buckets' rows come one by one and go one by one; everyone else's by TMA alone."""
+    for kernel in KERNELS:
+        function = function_of(kernel, forward)
+        by_index, by_tma = function.count("LDGSTS") > 0, function.count("UTMALDG") > 0 and function.count("UTMASTG") > 0
+        assert (by_index, by_tma) == ((True, False) if kernel["mask"] == "hash" else (False, True)), kernel["name"]
 
 
 def test_no_local_memory(functions: dict[str, Function]) -> None:

@@ -112,6 +112,12 @@ bool launch_decode(const AttentionParams& params, at::Device device) {
   return true;
 }
 
+// Whether a call of hash buckets has a kernel that finds rows by their order, and needs no sorted copies.
+bool runs_unsorted(const AttentionParams& params) {
+  const fwd::KernelInfo* kernel = fwd::find_kernel(params);
+  return kernel != nullptr && kernel->mask == MaskKind::kHash;
+}
+
 // A call with a kind that has kernels.
 void launch(const AttentionParams& params, at::Device device) {
   if (params.len_q == 0) return;
@@ -154,6 +160,7 @@ void CudaBackend::run(Call& call) {
       for (const AttentionParams& part : mask::split_by_residue(call.params)) launch(part, device);
       return;
     case MaskKind::kHash: {
+      if (runs_unsorted(call.params)) return launch(call.params, device);
       SortedCall<CudaBackend, CudaPrepare> sorted(call);
       launch(sorted.params(), device);
       return sorted.finish();

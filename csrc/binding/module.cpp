@@ -200,6 +200,7 @@ const char* mask_name(MaskKind kind) {
 #define FLASHMSA_NAME(Mask) \
   if (kind == mask::Mask::kKind) return mask::Mask::kName;
   FLASHMSA_FOR_EACH_MASK(FLASHMSA_NAME)
+  FLASHMSA_NAME(Hash)
 #undef FLASHMSA_NAME
   return "unknown";
 }

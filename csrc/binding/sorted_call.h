@@ -1,5 +1,5 @@
-// A hash-bucket call in sorted order: rows of q, k and v gathered by bucket, attention over each row's interval, the results
-// scattered back; and its backward pass.
+// A hash-bucket call in sorted order, where no kernel takes it as it is: rows of q, k and v gathered by bucket, attention over
+// each row's interval, the results scattered back; and its backward pass.
 #pragma once
 
 #include <ATen/ops/empty_like.h>

@@ -18,7 +18,8 @@ struct TensorRef {
   int64_t stride_residue = 0;  // see AttentionParams::residues
 };
 
-// Dilated and hash masks are lowered to composite ones over strided or sorted tensors before a kernel sees them.
+// Dilated masks are lowered to composite ones over strided tensors before a kernel sees them. So are hash masks, over sorted
+// tensors, but for those that the forward kernels serve as they are.
 enum class MaskKind : int32_t {
   kDense = 0,
   kCausal = 1,
@@ -29,10 +30,8 @@ enum class MaskKind : int32_t {
   kBlockSparse = 6
 };
 
-// The kind of the kernels that run a mask.
-constexpr MaskKind kernel_kind(MaskKind kind) {
-  return kind == MaskKind::kDilated || kind == MaskKind::kHash ? MaskKind::kComposite : kind;
-}
+// The kind as which a mask's kernels are looked for.
+constexpr MaskKind kernel_kind(MaskKind kind) { return kind == MaskKind::kDilated ? MaskKind::kComposite : kind; }
 
 inline constexpr int32_t kUnbounded = INT32_MAX;
 

@@ -44,6 +44,15 @@ using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 template <class Element>
 using PageConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 56, 224>;
 
+// Rows by index: the same. PERF: buckets are short, so the ends of tiles weigh more than their middles: small tiles of keys,
+// the next tile's Q early, three warpgroups.
+template <class Element>
+using IndexConfig64 = Config<Element, 64, 192, 64, 4, false, 2, 64, 56, 152>;
+template <class Element>
+using IndexConfig128 = Config<Element, 128, 192, 64, 3, false, 2, 64, 56, 152>;
+template <class Element>
+using IndexConfig256 = Config256<Element>;
+
 // With a soft cap, and lists with ALiBi: kernels that need more registers.
 template <class Element>
 using CapConfig64 = ListConfig64<Element>;

@@ -6,6 +6,7 @@
 #include "attn/masking.cuh"
 #include "attn/slow_rows.cuh"
 #include "attn/softmax.cuh"
+#include "fwd/indexed.cuh"
 #include "fwd/shared.cuh"
 #include "mask/block_sparse.h"
 #include "sm90/registers.cuh"
@@ -103,6 +104,7 @@ struct Consumer {
 
   __device__ __forceinline__ void wait_q(uint32_t round) {
     shared.full_q[S::QRing::stage(round)].wait(S::QRing::full_parity(round));
+    if constexpr (!Config::kQInRegisters) cross_to_wgmma();
   }
 
   // Q of tile `round` into registers.
@@ -153,12 +155,19 @@ struct Consumer {
 
   __device__ __forceinline__ void wait_k() {
     shared.full_k[S::KvRing::stage(key_blocks)].wait(S::KvRing::full_parity(key_blocks));
+    cross_to_wgmma();
+  }
+
+  // SYNC: what cp.async wrote, which the wait before has made visible to this thread, becomes visible to its wgmmas.
+  __device__ __forceinline__ void cross_to_wgmma() {
+    if constexpr (kIndexed<Mask>) sm90::fence_async_proxy();
   }
 
   // O += P V of the V stage at hand, in flight as one group.
   __device__ __forceinline__ void issue_output(Output& y) {
     const uint32_t stage = S::KvRing::stage(key_blocks - 1);
     shared.full_v[stage].wait(S::KvRing::full_parity(key_blocks - 1));
+    cross_to_wgmma();
     const uint64_t v_tile = v_descriptor + sm90::descriptor_step(stage * S::VTile::kBytes);
     sm90::wgmma_fence();
 #pragma unroll
@@ -415,11 +424,32 @@ struct Consumer {
     }
   }
 
-  // Where lse of a row of the tile's sequence goes.
-  __device__ __forceinline__ float& lse_of(int32_t row) const {
+  // The tensor's row that a row of the tile's sequence is.
+  __device__ __forceinline__ int32_t tensor_row(const TileWork<Mask, Config>& tile, int32_t row) const {
+    if constexpr (kIndexed<Mask>) {
+      return Mask::query(params.mask, tile.entry.block, row);
+    } else {
+      return tile.sequence_row() + row;
+    }
+  }
+
+  // Where lse of the tensor's row `place(tile)` goes.
+  template <class Place>
+  __device__ __forceinline__ float& lse_at(const Place& place) const {
     const TileWork<Mask, Config>& tile = work();
     return params.lse[tile.batch * params.lse_stride_batch + tile.head * params.lse_stride_head +
-                      tile.residue * params.lse_stride_residue + (tile.sequence_row() + row) * params.lse_stride_seq];
+                      tile.residue * params.lse_stride_residue + place(tile) * params.lse_stride_seq];
+  }
+
+  // Where lse of a row of the tile's sequence goes.
+  __device__ __forceinline__ float& lse_of(int32_t row) const {
+    return lse_at([&](const TileWork<Mask, Config>& tile) { return tensor_row(tile, row); });
+  }
+
+  // Of rows by index: lane l has the tensor's row that the warp's row l % 16 is.
+  __device__ __forceinline__ int32_t own_place() const {
+    if constexpr (!kIndexed<Mask>) return 0;
+    return tensor_row(work(), min_of(first_row() + lane() % sm90::kWarpRows, params.len_q - 1));
   }
 
   // The sink of the tile's head in the exponent's units; -inf: none.
@@ -468,8 +498,28 @@ struct Consumer {
     }
   }
 
+  // Of the warp's staged rows those that the tile has, each to its own place.
+  __device__ __forceinline__ void store_by_index(int32_t first_column, int32_t own_place) {
+    using OTile = typename S::OTile;
+    constexpr int32_t kChunks = Config::kOColumns / 8;
+    static_assert(32 % kChunks == 0);
+    const TileWork<Mask, Config>& tile = work();
+    const int32_t rows = tile.end_row(params) - first_row();
+    const int32_t column = first_column + lane() % kChunks * 8;
+    Element* out = attn::row_of<Element>(params.out_rows, tile.queries(), 0) + column;
+#pragma unroll
+    for (int32_t first = 0; first < sm90::kWarpRows; first += 32 / kChunks) {
+      const int32_t row = first + lane() / kChunks;
+      const int32_t place = __shfl_sync(~0u, own_place, row);
+      if (row < rows && column < params.head_dim_v) {
+        *reinterpret_cast<uint4*>(out + place * params.out_rows.stride_seq) =
+            *reinterpret_cast<const uint4*>(shared.o + OTile::chunk_offset(warp_row() + row, lane() % kChunks));
+      }
+    }
+  }
+
   // O by way of shared memory, normalised and rounded, 16 rows a warp; lse straight to memory.
-  __device__ __forceinline__ void store(Output& y) {
+  __device__ __forceinline__ void store(Output& y, [[maybe_unused]] int32_t own_place) {
     using OTile = typename S::OTile;
     constexpr int kPass = Config::kOColumns / 2;  // accumulators of one pass through the buffer
     const TileWork<Mask, Config>& tile = work();
@@ -485,9 +535,14 @@ struct Consumer {
 #pragma unroll
     for (int pass = 0; pass < kOutputs / kPass; ++pass) {
       // SYNC: the store before, of this tile or of the last, has read the buffer.
-      if (lane() == 0) sm90::wait_stores_read();
+      if (!kIndexed<Mask> && lane() == 0) sm90::wait_stores_read();
       __syncwarp();
       attn::stage_rows<Element, OTile, kPass>(y.o, pass * kPass, staging, warp_row());
+      if constexpr (kIndexed<Mask>) {
+        __syncwarp();
+        store_by_index(pass * Config::kOColumns, own_place);
+        continue;
+      }
       sm90::fence_async_proxy();
       __syncwarp();
       if constexpr (kPaged<Mask>) {
@@ -502,7 +557,16 @@ struct Consumer {
                                                 tile.queries());
       }
     }
-    if (params.lse != nullptr && lane() % 4 == 0) {
+    if constexpr (kIndexed<Mask>) {
+#pragma unroll
+      for (int slot = 0; slot < 2; ++slot) {
+        const int32_t row = lane() / 4 + 8 * slot;
+        const int32_t place = __shfl_sync(~0u, own_place, row);
+        if (params.lse != nullptr && lane() % 4 == 0 && first_row + row < tile.end_row(params)) {
+          lse_at([&](const TileWork<Mask, Config>&) { return place; }) = lse[slot];
+        }
+      }
+    } else if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int32_t row = first_row + lane() / 4 + 8 * slot;
@@ -516,9 +580,14 @@ struct Consumer {
     if constexpr (kPaged<Mask>) {
       return Mask::template key_rows<Element>(params.mask, tile.entry.block, tile.kv_head);
     } else {
-      return attn::StridedRows<Element>{attn::row_of<Element>(params.k_rows, tile.keys(), 0),
-                                        attn::row_of<Element>(params.v_rows, tile.keys(), 0), params.k_rows.stride_seq,
-                                        params.v_rows.stride_seq};
+      const attn::StridedRows<Element> rows = {attn::row_of<Element>(params.k_rows, tile.keys(), 0),
+                                               attn::row_of<Element>(params.v_rows, tile.keys(), 0),
+                                               params.k_rows.stride_seq, params.v_rows.stride_seq};
+      if constexpr (kIndexed<Mask>) {
+        return IndexedRows<Mask, Element>{params.mask, tile.entry.block, rows};
+      } else {
+        return rows;
+      }
     }
   }
 
@@ -570,7 +639,7 @@ struct Consumer {
     const int32_t end_row = min_of(first_row + sm90::kWarpRows, tile.end_row(params));
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      const int32_t tensor_row = tile.sequence_row() + row;
+      const int32_t tensor_row = this->tensor_row(tile, row);
       attn::SlowRow<Element, Score, decltype(key_rows(tile))> slow = {
           attn::row_of<Element>(params.q_rows, tile.queries(), tensor_row),
           key_rows(tile),
@@ -600,7 +669,7 @@ struct Consumer {
     if constexpr (kPaged<Mask>) has_sink = has_sink && tile.entry.block.owned;
 #pragma unroll 1
     for (int32_t row = first_row; row < end_row; ++row) {
-      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tile.sequence_row() + row);
+      Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tensor_row(tile, row));
       if (lane() * 8 < params.head_dim_v) *reinterpret_cast<uint4*>(out_row + lane() * 8) = uint4{0, 0, 0, 0};
       if (params.lse != nullptr && lane() == 0)
         lse_of(row) = has_sink ? params.sinks[tile.head] : attn::kNegativeInfinity;
@@ -619,6 +688,7 @@ struct Consumer {
     while (uniform(more)) {
       Output y;
       Span next = {};
+      int32_t own_place = 0;
       const int32_t steps = uniform(mine.steps), back = uniform(mine.back);
       if constexpr (!Config::kQInRegisters) wait_q(round);
       skip_blocks(mine.front);
@@ -628,6 +698,7 @@ struct Consumer {
 
         issue_output(y);  // 2
         more = open_tile(x, round + 1, next);
+        own_place = this->own_place();
         sm90::wgmma_wait<0>();
         sm90::pin_registers(y.o);
         release_v();
@@ -643,7 +714,7 @@ struct Consumer {
         // Only a partial block multiplies V of keys that a row may not see.
         store_slowly();
       } else {
-        store(y);
+        store(y, own_place);
       }
       finish_work();
       mine = next;

@@ -1,5 +1,6 @@
 #include "fwd/forward.h"
 
+#include <cstdint>
 #include <stdexcept>
 
 #include "core/philox.h"
@@ -12,17 +13,25 @@ namespace {
 const std::vector<KernelEntry>& table() {
   static const std::vector<KernelEntry> entries = [] {
     std::vector<KernelEntry> all;
-    for (const auto& part :
-         {entries_d64_bf16(), entries_d64_fp16(), entries_d128_bf16(), entries_d128_fp16(), entries_d256_bf16(),
-          entries_d256_fp16(), score_entries_d64_bf16(), score_entries_d64_fp16(), score_entries_d128_bf16(),
-          score_entries_d128_fp16(), score_entries_d256_bf16(), score_entries_d256_fp16(), dropout_entries_d64_bf16(),
-          dropout_entries_d64_fp16(), dropout_entries_d128_bf16(), dropout_entries_d128_fp16(),
-          dropout_entries_d256_bf16(), dropout_entries_d256_fp16()}) {
+    for (const auto& part : {entries_d64_bf16(),          entries_d64_fp16(),          entries_d128_bf16(),
+                             entries_d128_fp16(),         entries_d256_bf16(),         entries_d256_fp16(),
+                             score_entries_d64_bf16(),    score_entries_d64_fp16(),    score_entries_d128_bf16(),
+                             score_entries_d128_fp16(),   score_entries_d256_bf16(),   score_entries_d256_fp16(),
+                             dropout_entries_d64_bf16(),  dropout_entries_d64_fp16(),  dropout_entries_d128_bf16(),
+                             dropout_entries_d128_fp16(), dropout_entries_d256_bf16(), dropout_entries_d256_fp16(),
+                             hash_entries_d64_bf16(),     hash_entries_d64_fp16(),     hash_entries_d128_bf16(),
+                             hash_entries_d128_fp16(),    hash_entries_d256_bf16(),    hash_entries_d256_fp16()}) {
       all.insert(all.end(), part.begin(), part.end());
     }
     return all;
   }();
   return entries;
+}
+
+// Whether indexed.cuh can count a head's bytes in pieces of 16 by 32 bits.
+bool rows_within_reach(const AttentionParams& p) {
+  const auto reach = [](const TensorRef& rows, int32_t length) { return rows.stride_seq / 8 * length; };
+  return max_of(reach(p.q, p.len_q), max_of(reach(p.k, p.len_kv), reach(p.v, p.len_kv))) <= UINT32_MAX;
 }
 
 const KernelEntry* find(const AttentionParams& params) {
@@ -34,6 +43,7 @@ const KernelEntry* find(const AttentionParams& params) {
   const bool general = dropout && (list || softcap || alibi || !draws_in_order(params));
   MaskKind kind = params.mask.kind;
   if ((softcap || alibi || dropout) && !list) kind = MaskKind::kComposite;
+  if (kind == MaskKind::kHash && !rows_within_reach(params)) kind = MaskKind::kComposite;
   const auto serves = [&](const KernelInfo& info) {
     const bool options = info.softcap == softcap && info.alibi == alibi && info.dropout == dropout;
     return info.mask == kind && info.general == general && (general || options) && info.dtype == params.dtype &&

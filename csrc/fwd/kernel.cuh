@@ -1,7 +1,7 @@
 // The forward pass on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V, one persistent CTA an SM.
 //
-// Roles       warpgroup 0, few registers: a producer thread (TMA) and a scheduler thread in two warps; warpgroups 1 …:
-//             consumers, 64 rows of the tile each.
+// Roles       warpgroup 0, few registers: a producer thread (TMA; for rows by index three warps, indexed.cuh) and a
+//             scheduler thread in a warp of its own; warpgroups 1 …: consumers, 64 rows of the tile each.
 // Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, work slots: shared.cuh.
 // Barriers    full_* (TMA bytes) and empty_* (one arrival a consumer warp) for Q, K, V; full_work / empty_work for tiles.
 // Schedule    0. scheduler: take a tile number, decode it, publish it
@@ -11,6 +11,7 @@
 #pragma once
 
 #include "fwd/consumer.cuh"
+#include "fwd/indexed.cuh"
 #include "fwd/producer.cuh"
 #include "fwd/shared.cuh"
 
@@ -28,19 +29,27 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int32_t warpgroup = warp / 4;
   if (threadIdx.x == 0) {
-    sm90::prefetch_map(params.q);
-    sm90::prefetch_map(params.k);
-    sm90::prefetch_map(params.v);
-    sm90::prefetch_map(params.out);
+    if constexpr (!kIndexed<Mask>) {
+      sm90::prefetch_map(params.q);
+      sm90::prefetch_map(params.k);
+      sm90::prefetch_map(params.v);
+      sm90::prefetch_map(params.out);
+    }
     shared.init_barriers();
   }
   __syncthreads();
 
   if (warpgroup == 0) {
     sm90::setmaxnreg_dec<Config::kRegistersProducer>();
-    if (threadIdx.x == 0) {
-      Producer<Mask, Config, kNeedsKeyBlocks<Mask, Score>>{params, shared}.run();
-    } else if (threadIdx.x == kSchedulerThread) {
+    if constexpr (kIndexed<Mask>) {
+      constexpr int32_t kSchedulerWarp = kSchedulerThread / 32;
+      if (warp != kSchedulerWarp) {
+        return IndexedLoader<Mask, Config>{params, shared, warp < kSchedulerWarp ? warp : warp - 1}.run();
+      }
+    } else if (threadIdx.x == 0) {
+      return Producer<Mask, Config, kNeedsKeyBlocks<Mask, Score>>{params, shared}.run();
+    }
+    if (threadIdx.x == kSchedulerThread) {
       // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
       Scheduler<Mask, Config>{params, shared}.run();

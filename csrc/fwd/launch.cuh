@@ -70,13 +70,16 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
     return sm90::TensorExtent{p.batch, heads, length, head_dim, p.residues};
   };
   KernelParams<Mask> params;
-  params.q = sm90::make_tile_map<typename S::QTile>(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, "q", kRank);
-  params.k = sm90::make_tile_map<typename S::KTile>(addressable(p.k), extent(p.heads_kv, p.len_kv, p.head_dim), p.dtype,
-                                                    "k", kRank);
-  params.v = sm90::make_tile_map<typename S::VTile>(addressable(p.v), extent(p.heads_kv, p.len_kv, p.head_dim_v),
-                                                    p.dtype, "v", kRank);
-  params.out =
-      sm90::make_tensor_map(p.out, extent(p.heads_q, p.len_q, p.head_dim_v), p.dtype, sm90::kWarpRows, "out", kRank);
+  // Rows by index come and go without TMA.
+  if constexpr (!kIndexed<Mask>) {
+    params.q = sm90::make_tile_map<typename S::QTile>(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, "q", kRank);
+    params.k = sm90::make_tile_map<typename S::KTile>(addressable(p.k), extent(p.heads_kv, p.len_kv, p.head_dim),
+                                                      p.dtype, "k", kRank);
+    params.v = sm90::make_tile_map<typename S::VTile>(addressable(p.v), extent(p.heads_kv, p.len_kv, p.head_dim_v),
+                                                      p.dtype, "v", kRank);
+    params.out =
+        sm90::make_tensor_map(p.out, extent(p.heads_q, p.len_q, p.head_dim_v), p.dtype, sm90::kWarpRows, "out", kRank);
+  }
   params.q_rows = p.q;
   params.k_rows = p.k;
   params.v_rows = p.v;
@@ -198,6 +201,12 @@ std::vector<KernelEntry> make_entries() {
   make_entry<mask::MaskName, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, attn::PlainScore>(),
   return {FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
+}
+
+// Rows by index, for whose loading warps Config leaves enough registers.
+template <class Config>
+std::vector<KernelEntry> make_indexed_entries() {
+  return {make_entry<mask::Hash, Config, attn::PlainScore>()};
 }
 
 // Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap, or a list.

@@ -22,10 +22,16 @@ inline constexpr bool kPaged = requires { requires Mask::kPaged; };
 // A tile's keys lie in groups of 8 that do not follow each other.
 template <class Mask>
 inline constexpr bool kScattered = requires { requires Mask::kScattered; };
+// Rows and keys lie in memory in another order than they count in (mask/hash.h), and are brought one by one (indexed.cuh).
+template <class Mask>
+inline constexpr bool kIndexed = requires { requires Mask::kIndexed; };
 // Warps that load K and V.
 // PERF: a warp issues one box in 60 to 67 cycles, and pages are many boxes.
 template <class Mask>
-inline constexpr int kLoaders = kPaged<Mask> ? 3 : 1;
+inline constexpr int kLoaders = kPaged<Mask> || kIndexed<Mask> ? 3 : 1;
+// Who arrives when a tile is there: the thread that asked TMA for it, or each lane that copied.
+template <class Mask>
+inline constexpr uint32_t kFullArrivals = kIndexed<Mask> ? kLoaders<Mask> * 32 : 1;
 
 template <class Mask>
 struct KernelParams {
@@ -166,11 +172,12 @@ struct Shared {
   alignas(1024) char o[OTile::kBytes];
 
   //                                       arrives (count)                     waits
-  sm90::Barrier full_q[Config::kQStages];         // producer + TMA bytes (1)            consumers
+  sm90::Barrier full_q[Config::kQStages];         // producer + TMA bytes (1), or        consumers
+                                                  // loading lanes behind their copies
   sm90::Barrier empty_q[Config::kQStages];        // consumer warps                      producer
-  sm90::Barrier full_k[Config::kStages];   // producer + TMA bytes (1)          consumers
+  sm90::Barrier full_k[Config::kStages];   // as full_q                         consumers
   sm90::Barrier empty_k[Config::kStages];  // consumer warps                    producer
-  sm90::Barrier full_v[Config::kStages];   // producer + TMA bytes (1)          consumers
+  sm90::Barrier full_v[Config::kStages];   // as full_q                         consumers
   sm90::Barrier empty_v[Config::kStages];  // consumer warps                    producer
   sm90::Barrier full_work[kWorkSlots];    // scheduler (1)                     producer, consumers
   sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  scheduler
@@ -183,13 +190,13 @@ struct Shared {
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
     for (int s = 0; s < Config::kQStages; ++s) {
-      full_q[s].init(1);
+      full_q[s].init(kFullArrivals<Mask>);
       empty_q[s].init(kConsumerWarps);
     }
     for (int s = 0; s < Config::kStages; ++s) {
-      full_k[s].init(1);
+      full_k[s].init(kFullArrivals<Mask>);
       empty_k[s].init(kConsumerWarps);
-      full_v[s].init(1);
+      full_v[s].init(kFullArrivals<Mask>);
       empty_v[s].init(kConsumerWarps);
     }
     for (int s = 0; s < kWorkSlots; ++s) {

@@ -35,5 +35,11 @@ std::vector<KernelEntry> dropout_entries_d128_bf16();
 std::vector<KernelEntry> dropout_entries_d128_fp16();
 std::vector<KernelEntry> dropout_entries_d256_bf16();
 std::vector<KernelEntry> dropout_entries_d256_fp16();
+std::vector<KernelEntry> hash_entries_d64_bf16();
+std::vector<KernelEntry> hash_entries_d64_fp16();
+std::vector<KernelEntry> hash_entries_d128_bf16();
+std::vector<KernelEntry> hash_entries_d128_fp16();
+std::vector<KernelEntry> hash_entries_d256_bf16();
+std::vector<KernelEntry> hash_entries_d256_fp16();
 
 }  // namespace flashmsa::fwd

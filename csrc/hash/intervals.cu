@@ -1,7 +1,8 @@
 // Each sorted row's interval of sorted keys.
 //
 // A warp takes 32 rows. All its lanes first search the ends of what the warp's rows see, a level of the search testing
-// 32 keys at once; then each lane searches its own row's ends in between, where few keys are left.
+// 32 keys at once; then each lane searches its own row's ends in between, where few keys are left. Where the keys are the
+// queries' own, in one order, rows of a bucket are its keys: only the ends of the warp's first and last bucket are searched.
 #include <stdexcept>
 
 #include "core/cuda_check.h"
@@ -59,7 +60,26 @@ __device__ __forceinline__ int32_t first_position_behind(const SortedKeys& keys,
   return low;
 }
 
+// The intervals of the warp's rows, `first` and those behind it, among the same rows as keys: begin and end, a lane each.
+__device__ __forceinline__ int2 own_interval(const IntervalParams& p, const SortedKeys& keys, int32_t first,
+                                             int32_t sorted, int32_t bucket) {
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t last = min_of(first + 31, p.len_q - 1);
+  WarpSearch begin{start_of(__shfl_sync(~0u, bucket, 0)), 0, first};
+  WarpSearch end{{__shfl_sync(~0u, bucket, 31), INT32_MAX}, last + 1, p.causal ? last + 1 : p.len_q};
+  search_together(keys, begin, end);
+  // Where a bucket begins among the warp's rows.
+  const int32_t above = __shfl_up_sync(~0u, bucket, 1);
+  const uint32_t starts = __ballot_sync(~0u, lane > 0 && bucket != above);
+  const uint32_t before = starts & (~0u >> (31 - lane)), behind = starts & ~(~0u >> (31 - lane));
+  const int32_t bucket_end = behind == 0 ? end.low : first + __ffs(behind) - 1;
+  return {before == 0 ? begin.low : first + 31 - __clz(before), p.causal ? sorted + 1 : bucket_end};
+}
+
+template <bool kOwnKeys>
 __global__ void __launch_bounds__(kThreads) bucket_rows_kernel(const IntervalParams p, int32_t blocks_of_head) {
+  // SYNC: the sort, which this kernel may have overtaken.
+  cudaGridDependencySynchronize();
   const int64_t index = blockIdx.x / blocks_of_head;
   const int32_t first = blockIdx.x % blocks_of_head * kThreads + threadIdx.x / 32 * 32;
   if (first >= p.len_q) return;
@@ -69,6 +89,13 @@ __global__ void __launch_bounds__(kThreads) bucket_rows_kernel(const IntervalPar
   const uint32_t last_row = static_cast<uint32_t>(p.len_q - 1);
   const int32_t row = static_cast<int32_t>(min_of(static_cast<uint32_t>(head.q_order[sorted]), last_row));
   const int32_t bucket = head.q_bucket[row];
+  const int64_t at = index * p.len_q + sorted;
+  if constexpr (kOwnKeys) {
+    const int2 own = own_interval(p, head.keys, first, sorted, bucket);
+    p.begin[at] = own.x;
+    p.end[at] = own.y;
+    return;
+  }
   const int32_t first_bucket = __shfl_sync(~0u, bucket, 0);
   const int32_t last_bucket = __shfl_sync(~0u, bucket, 31);
 
@@ -85,9 +112,16 @@ __global__ void __launch_bounds__(kThreads) bucket_rows_kernel(const IntervalPar
   } else if (p.causal) {
     end = first_position_behind(head.keys, begin, stop, end_place.position);
   }
-  const int64_t at = index * p.len_q + sorted;
   p.begin[at] = begin;
   p.end[at] = end;
+}
+
+// Whether the keys are the queries, sorted once.
+bool has_own_keys(const IntervalParams& p) {
+  const auto same = [](const Plane<const int32_t>& a, const Plane<const int32_t>& b) {
+    return a.data == b.data && a.stride_batch == b.stride_batch && a.stride_head == b.stride_head;
+  };
+  return same(p.q_bucket, p.kv_bucket) && same(p.q_order, p.kv_order) && p.heads_q == p.heads_kv && p.len_q == p.len_kv;
 }
 
 }  // namespace
@@ -98,9 +132,18 @@ void bucket_rows(const IntervalParams& p, void* stream) {
   const int32_t blocks = ceil_div(p.len_q, kThreads);
   if (heads * blocks > INT32_MAX)
     throw std::runtime_error("flashmsa: too many bucket rows in one launch; split the batch");
-  bucket_rows_kernel<<<static_cast<uint32_t>(heads * blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p,
-                                                                                                                blocks);
-  FLASHMSA_CHECK_CUDA(cudaGetLastError());
+  // The kernel's launch overlaps the sort (programmatic dependent launch).
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<uint32_t>(heads * blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  const auto kernel = has_own_keys(p) ? bucket_rows_kernel<true> : bucket_rows_kernel<false>;
+  FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, p, blocks));
 }
 
 }  // namespace flashmsa::hash

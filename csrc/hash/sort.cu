@@ -60,6 +60,8 @@ __device__ __forceinline__ int2 load_keys(SegmentStorage<kItems>& s, const int32
 __global__ void __launch_bounds__(kSortThreads, 1) sort_segment_kernel(const SortParams p) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& s = *reinterpret_cast<SegmentStorage<kSegmentItems>*>(memory);
+  // What comes next may start, and waits for this kernel where it first needs the order.
+  cudaTriggerProgrammaticLaunchCompletion();
   const int64_t segment = blockIdx.x;
   int32_t* order = p.order + segment * p.length;
   const int2 extremes = load_keys(s, p.bucket.row(segment / p.heads, segment % p.heads), p.length);
@@ -150,6 +152,7 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kSortThre
     sort_cluster_kernel(const SortParams p) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& s = *reinterpret_cast<ClusterStorage<kItems>*>(memory);
+  cudaTriggerProgrammaticLaunchCompletion();
   auto& radix = s.segment.radix;
   const auto cluster = cooperative_groups::this_cluster();
   // SYNC: a CTA's shared memory may be written to once it runs.

@@ -1,4 +1,5 @@
-// The list of masks. Adding one: a header beside this, a line here, a dataclass in flashmsa/masks.
+// The list of masks. Adding one: a header beside this, a line here, a dataclass in flashmsa/masks. Hash is none of them: its
+// kernels load otherwise (fwd/indexed.cuh), and what they do not serve is lowered to Composite.
 #pragma once
 
 #include "mask/block_sparse.h"
@@ -6,6 +7,7 @@
 #include "mask/composite.h"
 #include "mask/dense.h"
 #include "mask/document.h"
+#include "mask/hash.h"
 
 #define FLASHMSA_FOR_EACH_MASK(X) \
   X(Dense)                        \

@@ -13,6 +13,14 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared_address, const voi
                : "memory");
 }
 
+// mad.wide.u32: `pieces` of 16 bytes on, in one instruction.
+template <class T>
+__device__ __forceinline__ const T* advance_16(const T* address, uint32_t pieces) {
+  uint64_t result;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(pieces), "l"(address));
+  return reinterpret_cast<const T*>(result);
+}
+
 // cp.async.wait_all: this thread's copies are there.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

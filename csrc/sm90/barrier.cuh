@@ -39,9 +39,10 @@ __device__ inline void fence_barrier_init() { ptx::fence_mbarrier_init(ptx::sem_
 // The n-th use of a ring of kStages buffers: which buffer, and the parities to wait for. Consumers wait until it is full;
 // the producer until it is empty, which a fresh barrier is at once, so that the first round needs no special case.
 // NOTE: one counter serves several rings that advance together; a register a ring would spill at head_dim 64.
+// NOTE: where kStages is no power of two the counter may not wrap around: 2^32 uses of a ring by one CTA take hours.
 template <int kStages>
 struct Ring {
-  static_assert((kStages & (kStages - 1)) == 0, "stages: a power of two");
+  static_assert(kStages > 0);
 
   static __device__ __forceinline__ uint32_t stage(uint32_t n) { return n % kStages; }
   static __device__ __forceinline__ uint32_t full_parity(uint32_t n) { return n / kStages & 1u; }

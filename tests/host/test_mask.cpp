@@ -293,8 +293,9 @@ void check_mask(const MaskCase& mask, TileShape shape) {
       return check_list(mask, list_shape(shape));
     case MaskKind::kDilated:
     case MaskKind::kHash:
-      return;  // no traits of their own
+      return;  // cases of their own below
     case MaskKind::kComposite:
+      if (mask.rows_given) check_blocks<mask::Hash>(mask, shape);
       break;
   }
   // The simpler ones too, as calls with a soft cap or ALiBi have them.
@@ -320,6 +321,57 @@ void check_staged(const MaskCase& mask) {
                         mask::first_run(row).begin == mask::first_run(copy).begin &&
                         mask::first_run(row).end == mask::first_run(copy).end;
       CHECK(same, "row %d of %s", i, mask.text().c_str());
+    }
+  }
+}
+
+// Which of the caller's rows and keys a sorted one is, by batch and head; never one that the tensors do not have.
+void check_orders(Random& random) {
+  AttentionParams params;
+  params.batch = random.between(1, 3);
+  params.heads_kv = random.between(1, 3);
+  params.heads_q = params.heads_kv * random.between(1, 3);
+  params.len_q = random.between(1, 20);
+  params.len_kv = random.between(1, 20);
+  const bool batched = random.coin(), garbage = random.coin();
+  const int32_t q_heads = random.pick({1, params.heads_q});
+  const int32_t kv_heads = random.pick({1, params.heads_kv, params.heads_q});
+  const auto draw = [&](int32_t heads, int32_t length) {
+    std::vector<int32_t> order((batched ? params.batch : 1) * heads * length);
+    for (int32_t& x : order) x = garbage ? random.between(-3, length + 3) : random.between(0, length - 1);
+    return order;
+  };
+  const std::vector<int32_t> q_order = draw(q_heads, params.len_q), kv_order = draw(kv_heads, params.len_kv);
+  const std::vector<int32_t> runs(params.len_q, 0);
+  MaskArgs& m = params.mask;
+  m.kind = MaskKind::kHash;
+  m.q_order = q_order.data();
+  m.kv_order = kv_order.data();
+  m.kv_order_heads = kv_heads;
+  m.q_order_stride_head = q_heads > 1 ? params.len_q : 0;
+  m.q_order_stride_batch = batched ? int64_t{q_heads} * params.len_q : 0;
+  m.kv_order_stride_head = kv_heads > 1 ? params.len_kv : 0;
+  m.kv_order_stride_batch = batched ? int64_t{kv_heads} * params.len_kv : 0;
+  m.row_begin = m.row_end = runs.data();
+  const mask::Hash::Params hash = mask::Hash::make_params(params);
+  const auto expected = [&](const std::vector<int32_t>& order, int32_t heads, int32_t all, int32_t length, int32_t b,
+                            int32_t h, int32_t i) {
+    const int32_t at = order[((batched ? b : 0) * heads + h / (all / heads)) * length + i];
+    return at < 0 || at >= length ? length - 1 : at;
+  };
+  for (int32_t b = 0; b < params.batch; ++b) {
+    for (int32_t h = 0; h < params.heads_q; ++h) {
+      const mask::Hash::Block block = mask::Hash::block(hash, b, h, 0, params.len_q - 1);
+      for (int32_t i = 0; i < params.len_q; ++i) {
+        const int32_t want = expected(q_order, q_heads, params.heads_q, params.len_q, b, h, i);
+        const int32_t got = mask::Hash::query(hash, block, i);
+        CHECK(got == want, "query %d of batch %d head %d: %d, not %d", i, b, h, got, want);
+      }
+      for (int32_t j = 0; j < params.len_kv; ++j) {
+        const int32_t want = expected(kv_order, kv_heads, params.heads_q, params.len_kv, b, h, j);
+        const int32_t got = mask::Hash::key(hash, block, j);
+        CHECK(got == want, "key %d of batch %d head %d: %d, not %d", j, b, h, got, want);
+      }
     }
   }
 }
@@ -389,8 +441,10 @@ int run() {
     if (mask.kind == MaskKind::kDocument || mask.kind == MaskKind::kComposite) {
       check_garbage<mask::Composite>(mask, shape);
     }
+    if (mask.rows_given) check_garbage<mask::Hash>(mask, shape);
     if (mask.kind == MaskKind::kBlockSparse) check_garbage<mask::BlockSparse>(mask, list_shape(shape));
   }
+  for (int32_t trial = 0; trial < 500; ++trial) check_orders(random);
   return report("test_mask");
 }
 

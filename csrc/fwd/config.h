@@ -5,12 +5,13 @@
 
 namespace flashmsa::fwd {
 
-template <class ElementType, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kBlockKvValue, int32_t kStagesValue,
+template <class ElementType, int32_t kHeadDimValue, int32_t kHeadDimVValue, int32_t kBlockQValue, int32_t kBlockKvValue, int32_t kStagesValue,
           bool kQInRegistersValue, int32_t kQStagesValue, int32_t kOColumnsValue, int32_t kRegistersProducerValue,
           int32_t kRegistersConsumerValue>
 struct Config {
   using Element = ElementType;
-  static constexpr int32_t kHeadDim = kHeadDimValue;  // bucket: serves head_dim and head_dim_v up to this
+  static constexpr int32_t kHeadDim = kHeadDimValue;    // bucket: serves head_dim up to this
+  static constexpr int32_t kHeadDimV = kHeadDimVValue;  // the same of head_dim_v
   static constexpr int32_t kBlockQ = kBlockQValue;    // rows of a tile, 64 per consumer warpgroup
   static constexpr int32_t kBlockKv = kBlockKvValue;  // keys of a tile
   static constexpr int32_t kStages = kStagesValue;    // tiles of K, and of V, in flight
@@ -31,18 +32,18 @@ struct Config {
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
 //                          head_dim  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
 template <class Element>
-using Config64 = Config<Element, 64, 192, 128, 2, false, 2, 64, 32, 160>;
+using Config64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 template <class Element>
-using Config128 = Config<Element, 128, 128, 128, 2, true, 1, 128, 40, 232>;
+using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
 // Block-sparse masks: a cell's rows.
 template <class Element>
-using ListConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 40, 232>;
+using ListConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
-using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
+using Config256 = Config<Element, 256, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 
 // Keys on pages: whoever loads needs more registers.
 template <class Element>
-using PageConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 56, 224>;
+using PageConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 56, 224>;
 
 // With a soft cap, and lists with ALiBi: kernels that need more registers.
 template <class Element>
@@ -50,19 +51,19 @@ using CapConfig64 = ListConfig64<Element>;
 template <class Element>
 using CapConfig128 = Config128<Element>;
 template <class Element>
-using CapConfig256 = Config<Element, 256, 128, 32, 4, false, 1, 128, 40, 232>;
+using CapConfig256 = Config<Element, 256, 256, 128, 32, 4, false, 1, 128, 40, 232>;
 
 // With dropout; General: and with whatever else a call wants.
 template <class Element>
 using DropConfig64 = ListConfig64<Element>;
 template <class Element>
-using DropConfig128 = Config<Element, 128, 128, 128, 2, false, 2, 128, 40, 232>;
+using DropConfig128 = Config<Element, 128, 128, 128, 128, 2, false, 2, 128, 40, 232>;
 template <class Element>
 using DropConfig256 = Config256<Element>;
 template <class Element>
 using GeneralConfig64 = ListConfig64<Element>;
 template <class Element>
-using GeneralConfig128 = Config<Element, 128, 128, 64, 4, true, 1, 128, 40, 232>;
+using GeneralConfig128 = Config<Element, 128, 128, 128, 64, 4, true, 1, 128, 40, 232>;
 template <class Element>
 using GeneralConfig256 = CapConfig256<Element>;
 

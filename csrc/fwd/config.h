@@ -1,4 +1,4 @@
-// The forward kernel's tuning: one line per head-dim bucket, and everything that follows from it.
+// The forward kernel's tuning: one line per pair of head-dim buckets, and everything that follows from it.
 #pragma once
 
 #include "core/types.h"
@@ -30,11 +30,19 @@ struct Config {
 };
 
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
-//                          head_dim  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
+//                          head_dim  _v  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
 template <class Element>
 using Config64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 template <class Element>
 using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
+// For the plain masks but block-sparse ones; what else a call may want is served by the next wider config.
+template <class Element>
+using Config96 = Config<Element, 96, 96, 128, 128, 2, true, 1, 128, 40, 232>;
+template <class Element>
+using Config192 = Config<Element, 192, 192, 128, 96, 2, false, 1, 64, 40, 232>;
+// Multi-head latent attention's prefill: a value is shorter than its key.
+template <class Element>
+using Config192x128 = Config<Element, 192, 128, 128, 112, 2, false, 1, 128, 40, 232>;
 // Block-sparse masks: a cell's rows.
 template <class Element>
 using ListConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 40, 232>;
@@ -66,7 +74,5 @@ template <class Element>
 using GeneralConfig128 = Config<Element, 128, 128, 128, 64, 4, true, 1, 128, 40, 232>;
 template <class Element>
 using GeneralConfig256 = CapConfig256<Element>;
-
-constexpr int32_t bucket_of(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
 }  // namespace flashmsa::fwd

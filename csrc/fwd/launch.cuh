@@ -171,8 +171,9 @@ template <class Mask, class Config, class Score>
 KernelEntry make_entry() {
   constexpr DType kDType = kDTypeOf<typename Config::Element>;
   KernelInfo info;
-  info.name = std::string("fwd_") + Mask::kName + Score::kName + "_d" + std::to_string(Config::kHeadDim) +
-              (kDType == DType::kF16 ? "_fp16" : "_bf16");
+  info.name = std::string("fwd_") + Mask::kName + Score::kName + "_d" + std::to_string(Config::kHeadDim);
+  if (Config::kHeadDimV != Config::kHeadDim) info.name += "x" + std::to_string(Config::kHeadDimV);
+  info.name += kDType == DType::kF16 ? "_fp16" : "_bf16";
   info.mask = Mask::kKind;
   info.softcap = Score::kSoftcap;
   info.alibi = Score::kAlibi;
@@ -180,6 +181,7 @@ KernelEntry make_entry() {
   info.general = Score::kGeneral;
   info.dtype = kDType;
   info.head_dim_bucket = Config::kHeadDim;
+  info.head_dim_v_bucket = Config::kHeadDimV;
   info.block_q = Config::kBlockQ;
   info.block_kv = Config::kBlockKv;
   info.stages = Config::kStages;
@@ -198,6 +200,17 @@ std::vector<KernelEntry> make_entries() {
   make_entry<mask::MaskName, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, attn::PlainScore>(),
   return {FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
+}
+
+// The masks whose rows see intervals of keys.
+template <class Config>
+std::vector<KernelEntry> make_interval_entries() {
+  return {
+      make_entry<mask::Dense, Config, attn::PlainScore>(),
+      make_entry<mask::Causal, Config, attn::PlainScore>(),
+      make_entry<mask::Document, Config, attn::PlainScore>(),
+      make_entry<mask::Composite, Config, attn::PlainScore>(),
+  };
 }
 
 // Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap, or a list.

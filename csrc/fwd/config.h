@@ -18,7 +18,7 @@ struct Config {
   // Q is loaded to registers once a tile, instead of read from shared memory by every wgmma.
   static constexpr bool kQInRegisters = kQInRegistersValue;
   static constexpr int32_t kQStages = kQStagesValue;      // tiles of Q
-  static constexpr int32_t kOColumns = kOColumnsValue;    // columns of O staged at a time, in a buffer of its own
+  static constexpr int32_t kOColumns = kOColumnsValue;    // columns of O staged at a time, in a buffer of its own: groups of 64
   static constexpr int32_t kRegistersProducer = kRegistersProducerValue;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = kRegistersConsumerValue;
   static constexpr int32_t kConsumerWarpgroups = kBlockQ / 64;
@@ -35,19 +35,23 @@ template <class Element>
 using Config64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 template <class Element>
 using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
-// For the plain masks but block-sparse ones; what else a call may want is served by the next wider config.
-template <class Element>
-using Config96 = Config<Element, 96, 96, 128, 128, 2, true, 1, 128, 40, 232>;
-template <class Element>
-using Config192 = Config<Element, 192, 192, 128, 96, 2, false, 1, 64, 40, 232>;
-// Multi-head latent attention's prefill: a value is shorter than its key.
-template <class Element>
-using Config192x128 = Config<Element, 192, 128, 128, 112, 2, false, 1, 128, 40, 232>;
 // Block-sparse masks: a cell's rows.
 template <class Element>
 using ListConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
 using Config256 = Config<Element, 256, 256, 128, 64, 2, false, 1, 128, 40, 232>;
+
+// Between these, for masks that are intervals, without options: all else is served by the next wider config.
+template <class Element>
+using Config96 = Config<Element, 96, 96, 192, 112, 2, false, 1, 128, 32, 160>;
+// Composite masks: a kernel that needs more registers.
+template <class Element>
+using CompositeConfig96 = Config<Element, 96, 96, 192, 96, 2, false, 2, 64, 32, 160>;
+template <class Element>
+using Config192 = Config<Element, 192, 192, 128, 64, 2, false, 1, 192, 40, 232>;
+// Prefill of multi-head latent attention: values are shorter than keys.
+template <class Element>
+using Config192x128 = Config<Element, 192, 128, 128, 96, 2, false, 1, 128, 40, 232>;
 
 // Keys on pages: whoever loads needs more registers.
 template <class Element>

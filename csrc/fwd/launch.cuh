@@ -202,14 +202,14 @@ std::vector<KernelEntry> make_entries() {
 #undef FLASHMSA_ENTRY
 }
 
-// The masks whose rows see intervals of keys.
-template <class Config>
+// The masks whose rows see intervals of keys. CompositeConfig: of composite ones.
+template <class Config, class CompositeConfig>
 std::vector<KernelEntry> make_interval_entries() {
   return {
       make_entry<mask::Dense, Config, attn::PlainScore>(),
       make_entry<mask::Causal, Config, attn::PlainScore>(),
       make_entry<mask::Document, Config, attn::PlainScore>(),
-      make_entry<mask::Composite, Config, attn::PlainScore>(),
+      make_entry<mask::Composite, CompositeConfig, attn::PlainScore>(),
   };
 }
 

@@ -2,6 +2,6 @@
 
 namespace flashmsa::fwd {
 
-std::vector<KernelEntry> entries_d192_fp16() { return make_interval_entries<Config192<__half>>(); }
+std::vector<KernelEntry> entries_d192_fp16() { return make_interval_entries<Config192<__half>, Config192<__half>>(); }
 
 }  // namespace flashmsa::fwd

@@ -2,6 +2,8 @@
 
 namespace flashmsa::fwd {
 
-std::vector<KernelEntry> entries_d192x128_bf16() { return make_interval_entries<Config192x128<__nv_bfloat16>>(); }
+std::vector<KernelEntry> entries_d192x128_bf16() {
+  return make_interval_entries<Config192x128<__nv_bfloat16>, Config192x128<__nv_bfloat16>>();
+}
 
 }  // namespace flashmsa::fwd

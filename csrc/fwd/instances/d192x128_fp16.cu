@@ -2,6 +2,8 @@
 
 namespace flashmsa::fwd {
 
-std::vector<KernelEntry> entries_d192x128_fp16() { return make_interval_entries<Config192x128<__half>>(); }
+std::vector<KernelEntry> entries_d192x128_fp16() {
+  return make_interval_entries<Config192x128<__half>, Config192x128<__half>>();
+}
 
 }  // namespace flashmsa::fwd

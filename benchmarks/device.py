@@ -20,6 +20,7 @@ import torch
 
 SM_COUNT = 132  # of an H100 or H200; the figure of another card is read from it
 TENSOR_FLOPS_PER_CYCLE = 4096  # of one Hopper SM, dense bf16 or fp16: 4 tensor cores of 1024 FLOPs
+_MOST_HZ = 1.98e9  # of an SM of these cards
 FLUSH_BYTES = 256 << 20  # what triton.testing.do_bench overwrites; five times the L2
 
 _PROBE_SOURCE = r"""
@@ -129,6 +130,13 @@ class CudaDevice:
     def wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
+    def done(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def delay(self, seconds: float) -> None:
+        """What is launched next waits so long, at least; the host does not. At most 50 ms."""
+        torch.cuda._sleep(int(min(seconds, 0.05) * _MOST_HZ))
+
     def elapsed_ms(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return begin.elapsed_time(end)
 
@@ -169,6 +177,12 @@ class HostDevice:
         return time.perf_counter()
 
     def wait(self, mark: float) -> None:
+        pass
+
+    def done(self, mark: float) -> bool:
+        return False
+
+    def delay(self, seconds: float) -> None:
         pass
 
     def elapsed_ms(self, begin: float, end: float) -> float:

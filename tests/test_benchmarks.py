@@ -477,6 +477,8 @@ class Recorder:
     def __init__(self) -> None:
         self.now = 0.0
         self.log: list[str] = []
+        self.idle = False  # the host is never ahead
+        self.delays: list[float] = []
 
     def work(self, name: str, ms: float) -> timing.Call:
         def call() -> None:
@@ -495,6 +497,13 @@ class Recorder:
 
     def wait(self, mark: float) -> None:
         self.log.append("wait")
+
+    def done(self, mark: float) -> bool:
+        return self.idle
+
+    def delay(self, seconds: float) -> None:
+        self.log.append("delay")
+        self.delays.append(seconds)
 
     def elapsed_ms(self, begin: float, end: float) -> float:
         return end - begin
@@ -520,6 +529,16 @@ def test_candidates_take_turns_and_the_flush_is_outside_the_events() -> None:
     assert recorder.log == one_round * 6 + ["synchronize"]
     assert {name: found.ms for name, found in times.items()} == {"a": [2.0] * 4, "b": [5.0] * 4, "c": [7.0] * 4}
     assert times["c"].median_mhz() == 1007.0
+
+
+def test_a_device_ahead_of_the_host_waits_between_rounds() -> None:
+    recorder = Recorder()
+    recorder.idle = True
+    calls = {"a": lambda: time.sleep(0.001), "b": recorder.work("b", 5.0)}
+    times = timing.interleaved(recorder, calls, launches=3, warmup=1)
+    one_round = ["flush", "mark", "mark", "flush", "mark", "b", "mark"]
+    assert recorder.log == one_round + (["delay", *one_round]) * 3 + ["synchronize"]
+    assert all(seconds >= 0.002 for seconds in recorder.delays) and times["b"].ms == [5.0] * 3
 
 
 def test_calls_alone_begin_on_an_idle_device() -> None:

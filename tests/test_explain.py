@@ -364,7 +364,7 @@ FEW = [None, Causal(), Causal(align="top-left"), SlidingWindow(300, 0), PrefixLM
 @pytest.mark.parametrize("mask", FEW, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_few_queries_are_run_by_decode_kernels(mask: Mask | None, dtype: torch.dtype) -> None:
-    """As csrc/binding/few_queries.h has it: 16 rows of a kv head at most, 1024 keys at least."""
+    """As csrc/binding/few_queries.h has it: 1024 keys at least, and more for more rows of a kv head, up to 256."""
     shape = {"heads": (8, 2), "len_q": 4, "len_kv": 1024, "dtype": dtype, "dim": 72, "dim_v": 64}
     kernel = next(
         x
@@ -375,7 +375,9 @@ def test_few_queries_are_run_by_decode_kernels(mask: Mask | None, dtype: torch.d
     assert (got.kernel, got.threads, got.shared_memory) == (kernel["name"], kernel["threads"], kernel["shared_memory"])
     assert got.tile is None and got.full is None and got.registers is None and got.pairs > 0
     assert "keys dealt out" in " ".join(str(got).split()) and any("few queries" in note for note in got.notes)
-    for other in ({"len_q": 5}, {"len_kv": 1023}, {"heads": (16, 2)}):
+    for more in ({"len_q": 16}, {"heads": (34, 2)}, {"len_q": 64}):
+        assert explain(*make(**{**shape, **more, "len_kv": 20000}), mask, backend="sm90").kernel == kernel["name"]
+    for other in ({"len_q": 16}, {"len_kv": 1023}, {"heads": (34, 2)}, {"len_q": 65, "len_kv": 20000}):
         assert explain(*make(**{**shape, **other}), mask, backend="sm90").kernel.startswith("fwd_")
     assert explain(*make(**shape), mask, backend="sm90", dropout_p=0.5).kernel.startswith("fwd_")
     assert explain(*make(**shape), mask, backend="sm90", softcap=3.0).kernel == kernel["name"]

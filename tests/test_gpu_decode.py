@@ -21,6 +21,7 @@ from helpers import (
     check,
     document,
     make_qkv,
+    poisoned_allocations,
     run,
     run_and_check,
     targets,
@@ -30,8 +31,21 @@ import flashmsa
 
 TARGETS = targets(composed=False, dtypes=(torch.bfloat16, torch.float16))
 ONE_EACH = targets(composed=False, dtypes=(torch.bfloat16,))
-# (query heads, kv heads), queries: 1 to 16 rows of a kv head, and one that is more.
-ROWS = [((4, 4), 1), ((8, 2), 1), ((8, 2), 3), ((16, 1), 1), ((3, 3), 16), ((8, 1), 2), ((8, 2), 5)]
+# (query heads, kv heads), queries: 1 to 256 rows of a kv head, and more. With few keys some are the forward kernels'.
+ROWS = [
+    ((4, 4), 1),
+    ((8, 2), 1),
+    ((8, 2), 3),
+    ((16, 1), 1),
+    ((3, 3), 16),
+    ((8, 1), 2),
+    ((8, 2), 5),
+    ((16, 2), 4),
+    ((4, 2), 24),
+    ((2, 2), 65),
+    ((4, 1), 64),
+    ((4, 1), 65),
+]
 
 WINDOW = MaskCase("window", left=300)
 MASKS = [
@@ -85,7 +99,11 @@ def test_clusters(target: Target, dim: int, batch: int, heads_kv: int, len_kv: i
 @pytest.mark.parametrize("target", ONE_EACH)
 def test_whole_sequences(target: Target, batch: int, len_kv: int, len_q: int) -> None:
     """Equal sequences that no share cuts need no counters; one more sequence, and some are cut."""
-    run_and_check(target, *make_qkv(target, batch, (8, 8), len_q, len_kv, 64))
+    q, k, v = make_qkv(target, batch, (8, 8), len_q, len_kv, 64)
+    cache = (x.transpose(1, 2) for x in (k, v))
+    with poisoned_allocations():
+        out, lse = flashmsa.paged_attention(q, *cache, None, None, mask=None, backend=target.backend, return_lse=True)
+    check(out, lse, q, k, v)
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, -0.3, 2.0])
@@ -218,7 +236,9 @@ def test_which_kernels_run() -> None:
         (WINDOW, 4, 4096, (8, 2), "cluster_decode_kernel"),
         (WINDOW, 4, 8200, (8, 2), "paged_decode_kernel"),
         (DENSE, 1, 1023, (16, 1), "attention_forward_kernel"),
-        (DENSE, 2, 1024, (16, 1), "attention_forward_kernel"),
+        (DENSE, 16, 30000, (16, 1), "paged_decode_kernel"),
+        (DENSE, 4, 1024, (16, 1), "attention_forward_kernel"),
+        (DENSE, 17, 9000, (16, 1), "attention_forward_kernel"),
         (document(0, 1, kv=(0, 2000)), 1, 2000, (4, 4), "attention_forward_kernel"),
     ):
         q, k, v = make_qkv(target, 2, heads, len_q, len_kv, 64)

@@ -2,18 +2,45 @@
 #pragma once
 
 #include "core/paged.h"
+#include "decode/config.h"
 
 namespace flashmsa::binding {
 
-// Query rows of a kv head that one tile of the decode kernel holds.
-inline constexpr int64_t kFewRows = 16;
 // Keys from which on it is worth cutting a sequence into parts.
 inline constexpr int32_t kManyKeys = 1024;
+// Query rows of a kv head, at most.
+inline constexpr int64_t kFewRows = 256;
+
+// Nanoseconds that the two ways take by a model of an H200; `rows` of a kv head.
+// PERF: fitted to 144 calls of 16 to 256 rows, 1024 to 32768 keys, head dims 64, 128 and 256. Where the model chose wrong,
+// the other way was at most a fifth faster.
+struct FewQueriesModel {
+  int64_t rows, heads, heads_kv, keys, head_dim;  // heads, heads_kv: of all batches
+  static constexpr double kSms = 132;
+
+  // Every key once from memory, if all SMs read.
+  constexpr double read() const { return static_cast<double>(heads_kv * keys * head_dim) / (kSms * 8.2); }
+
+  // A tile of 128 rows holds the queries of one head, however few, and its SM passes all its keys.
+  constexpr double forward() const {
+    const int64_t rounds = ceil_div(heads, static_cast<int64_t>(kSms));
+    const double compute = static_cast<double>(rounds * keys) * (4 + static_cast<double>(head_dim) / 28);
+    return compute > 1.06 * read() ? compute : 1.06 * read();
+  }
+
+  // A group of rows reads the keys, the next group reads them again; parts are begun and merged. Clusters merge fastest.
+  constexpr double decode() const {
+    const bool clusters = heads_kv <= 16 && keys <= 8192 && rows <= 32;
+    const int64_t groups = ceil_div(rows, int64_t{head_dim <= 128 ? 64 : 32});
+    const double merge = rows <= 16 ? 0 : rows <= 32 ? 2000 : 10000;
+    return static_cast<double>(groups) * read() + (clusters ? 3000 : 14000) + merge;
+  }
+};
 
 // Whether the decode kernels are the better choice for this call, and know all that it asks for.
 // NOTE: the forward kernels give a tile of 128 rows of one query head to one SM. With so few rows nearly all of a tile is
-// empty, a kv head's keys are read once for each of its query heads, and a small batch leaves most SMs idle; here the
-// keys are what takes time, and decode reads each once, by all SMs.
+// empty, a kv head's keys are read once for each of its query heads, and a small batch leaves most SMs idle; decode reads
+// each key once, by all SMs.
 constexpr bool has_few_queries(const AttentionParams& p) {
   const MaskArgs& m = p.mask;
   const bool bands = (m.kind == MaskKind::kDense || m.kind == MaskKind::kCausal || m.kind == MaskKind::kComposite) &&
@@ -22,8 +49,12 @@ constexpr bool has_few_queries(const AttentionParams& p) {
                         m.position_offset == 0 && p.alibi_step == 1.0;
   if (!bands || (p.alibi_slopes != nullptr && !from_end) || p.residues != 1 || p.dropout_p > 0) return false;
   if (p.heads_kv <= 0 || p.len_kv < kManyKeys) return false;
+  const int64_t rows = int64_t{p.heads_q} / p.heads_kv * p.len_q;
   // NOTE: decode counts all sequences' keys in 32 bits.
-  return int64_t{p.heads_q} / p.heads_kv * p.len_q <= kFewRows && int64_t{p.batch} * p.len_kv < kUnbounded;
+  if (rows > kFewRows || int64_t{p.batch} * p.len_kv >= kUnbounded) return false;
+  const FewQueriesModel model = {rows, int64_t{p.batch} * p.heads_q, int64_t{p.batch} * p.heads_kv, p.len_kv,
+                                 decode::bucket_of(max_of(p.head_dim, p.head_dim_v))};
+  return model.decode() < model.forward();
 }
 
 // Such a call over a cache whose sequences are a page each.

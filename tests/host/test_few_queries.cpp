@@ -28,7 +28,7 @@ template <class T>
 int32_t check_random(Random& random, int32_t trials) {
   int32_t taken = 0;
   for (int32_t trial = 0; trial < trials; ++trial) {
-    const int32_t len_q = random.between(1, 9), len_kv = 1024 + random.between(-20, 300);
+    const int32_t len_q = random.between(1, 20), len_kv = 1024 + random.between(-20, 300);
     const int32_t heads_kv = random.between(1, 2), heads = heads_kv * random.between(1, 4);
     const auto layout = [&] {
       return random.pick(
@@ -64,7 +64,9 @@ void check_refusals() {
   };
   const float slope = 1;
   const int32_t offsets[] = {0, 4};
-  refused("one row more", [](AttentionParams& p) { p.len_q = 5; });
+  refused("64 rows over few keys", [](AttentionParams& p) { p.len_q = 16; });
+  refused("too many rows", [](AttentionParams& p) { p.len_q = 65, p.len_kv = 1 << 20; });
+  refused("heads that fill the SMs", [](AttentionParams& p) { p.heads_q = p.heads_kv = 66; });
   refused("one key less", [](AttentionParams& p) { p.len_kv = 1023; });
   refused("dropout", [](AttentionParams& p) { p.dropout_p = 0.1; });
   refused("residues", [](AttentionParams& p) { p.residues = 2; });
@@ -76,6 +78,9 @@ void check_refusals() {
   refused("positions from the start", [&](AttentionParams& p) { p.alibi_slopes = &slope, p.mask.top_left = true; });
   refused("strided positions", [&](AttentionParams& p) { p.alibi_slopes = &slope, p.alibi_step = 2; });
   refused("keys beyond 32 bits", [](AttentionParams& p) { p.batch = 1 << 12, p.len_kv = 1 << 20; });
+  AttentionParams many = good;
+  many.len_q = 64, many.len_kv = 32768;
+  CHECK(has_few_queries(many), "256 rows over many keys");
   AttentionParams top_left = good;
   top_left.mask.top_left = true;
   CHECK(has_few_queries(top_left), "from the start, without ALiBi");

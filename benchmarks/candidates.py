@@ -65,7 +65,9 @@ settings = Settings()
 
 
 @lru_cache(maxsize=2)
-def _draw(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, layout: str) -> tuple[torch.Tensor, ...]:
+def _draw(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, layout: str
+) -> tuple[torch.Tensor, ...]:
     batch, heads, length, head_dim, head_dim_v = shape
     generator = torch.Generator(device).manual_seed(0)
     size = (3, batch, heads, length, head_dim) if layout == "bhsd" else (3, batch, length, heads, head_dim)

@@ -184,7 +184,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """2 * batch * heads * (head_dim + head_dim_v) * allowed pairs: a multiply and an add for each of QK^T and PV."""
+        """2 * batch * heads * (head_dim + head_dim_v) * allowed pairs: multiply and add for each of QK^T, PV."""
         return round(2 * self.batch * self.heads * (self.head_dim + self.value_dim) * self.pairs)
 
     @property

@@ -176,8 +176,8 @@ def add_cache_figures(unit: dict[str, Any], lanes: Iterable[Lane], whole: str) -
 
 
 def add_width_figures(unit: dict[str, Any], whole: str) -> None:
-    """of_whole: our rate over that of the next wider kernel, each on head dims that fill it; of_padded: over that of the
-    same call padded to the wider one."""
+    """of_whole: our rate over that of the next wider kernel on head dims that fill it; of_padded: over that of the same
+    call padded to the wider one."""
     lanes = unit["lanes"]
     ours = lanes.get(OURS)
     for key, label in (("of_whole", whole), ("of_padded", f"{OURS} padded")):

@@ -947,7 +947,9 @@ def test_dry_run_of_head_dims(tmp_path: Path, capsys) -> None:
     printed = capsys.readouterr().out
     assert code == 0, printed
     units = {unit["name"]: unit for unit in data["units"]}
-    assert set(units) == {f"{dims}-4x64-{mask}-h1" for dims in ("d96", "d192", "d192x128") for mask in ("dense", "causal")}
+    assert set(units) == {
+        f"{dims}-4x64-{mask}-h1" for dims in ("d96", "d192", "d192x128") for mask in ("dense", "causal")
+    }
     for unit in units.values():
         assert unit["differences"]["flashmsa"] < run.WRONG and unit["differences"]["flashmsa padded"] < run.WRONG
         assert unit["derived"]["of_whole"] > 0 and unit["derived"]["of_padded"] > 0

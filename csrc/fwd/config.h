@@ -5,9 +5,9 @@
 
 namespace flashmsa::fwd {
 
-template <class ElementType, int32_t kHeadDimValue, int32_t kHeadDimVValue, int32_t kBlockQValue, int32_t kBlockKvValue, int32_t kStagesValue,
-          bool kQInRegistersValue, int32_t kQStagesValue, int32_t kOColumnsValue, int32_t kRegistersProducerValue,
-          int32_t kRegistersConsumerValue>
+template <class ElementType, int32_t kHeadDimValue, int32_t kHeadDimVValue, int32_t kBlockQValue, int32_t kBlockKvValue,
+          int32_t kStagesValue, bool kQInRegistersValue, int32_t kQStagesValue, int32_t kOColumnsValue,
+          int32_t kRegistersProducerValue, int32_t kRegistersConsumerValue>
 struct Config {
   using Element = ElementType;
   static constexpr int32_t kHeadDim = kHeadDimValue;    // bucket: serves head_dim up to this
@@ -18,7 +18,7 @@ struct Config {
   // Q is loaded to registers once a tile, instead of read from shared memory by every wgmma.
   static constexpr bool kQInRegisters = kQInRegistersValue;
   static constexpr int32_t kQStages = kQStagesValue;      // tiles of Q
-  static constexpr int32_t kOColumns = kOColumnsValue;    // columns of O staged at a time, in a buffer of its own: groups of 64
+  static constexpr int32_t kOColumns = kOColumnsValue;    // columns of O staged at a time, in a buffer of its own
   static constexpr int32_t kRegistersProducer = kRegistersProducerValue;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = kRegistersConsumerValue;
   static constexpr int32_t kConsumerWarpgroups = kBlockQ / 64;

@@ -448,7 +448,7 @@ FEW_WIDTHS = [(64, 64), (128, 128), (256, 256)]
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", itertools.product([False, True], repeat=3), ids=str)
+@pytest.mark.parametrize("options", list(itertools.product([False, True], repeat=3)), ids=str)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_the_narrowest_kernel_that_is_wide_enough(kind: int, options: tuple[bool, ...], dtype: torch.dtype) -> None:
     """Options: softcap, ALiBi, dropout."""

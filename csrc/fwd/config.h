@@ -44,7 +44,7 @@ using Config256 = Config<Element, 256, 256, 128, 64, 2, false, 1, 128, 40, 232>;
 // Between these, for masks that are intervals, without options: all else is served by the next wider config.
 template <class Element>
 using Config96 = Config<Element, 96, 96, 192, 112, 2, false, 1, 128, 32, 160>;
-// Composite masks: a kernel that needs more registers.
+// CompositeConfig…: of composite masks. At 96 their kernel needs more registers.
 template <class Element>
 using CompositeConfig96 = Config<Element, 96, 96, 192, 96, 2, false, 2, 64, 32, 160>;
 template <class Element>
@@ -52,6 +52,8 @@ using Config192 = Config<Element, 192, 192, 128, 64, 2, false, 1, 192, 40, 232>;
 // Prefill of multi-head latent attention: values are shorter than keys.
 template <class Element>
 using Config192x128 = Config<Element, 192, 128, 128, 96, 2, false, 1, 128, 40, 232>;
+template <class Element>
+using CompositeConfig192x128 = Config<Element, 192, 128, 128, 128, 2, false, 1, 64, 40, 232>;
 
 // Keys on pages: whoever loads needs more registers.
 template <class Element>

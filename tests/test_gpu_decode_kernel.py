@@ -50,15 +50,51 @@ PLANS = {
 }
 
 
+HOW = [{}, {"num_splits": 1}, {"num_splits": 7}, {"num_splits": 40}, {"batch_invariant": True}]
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "sinks"])
 @pytest.mark.parametrize("mask", [DENSE, WINDOW], ids=str)
-@pytest.mark.parametrize("how", [{}, {"num_splits": 1}, {"num_splits": 7}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("lens", PLANS.values(), ids=PLANS)
-def test_plans(lens: list[int], how: dict, mask: MaskCase) -> None:
+def test_plans(lens: list[int], how: dict, mask: MaskCase, plain: bool) -> None:
     """Sequences cut by shares, into parts of one number, and not at all; sequences of which nothing is seen."""
     cache = make_cache(BF16, lens, 32, 2, 64)
-    run_and_check(
-        BF16, queries(BF16, len(lens), 8, 2, 64), cache, mask, Options(sinks=torch.randn(8, device="cuda")), **how
+    options = Options(sinks=None if plain else torch.randn(8, device="cuda"))
+    run_and_check(BF16, queries(BF16, len(lens), 8, 2, 64), cache, mask, options, **how)
+
+
+@pytest.mark.parametrize("parts", [2, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize("len_q", [1, 4, 16])
+@pytest.mark.parametrize("dim, dim_v", [(8, 8), (64, 64), (128, 72), (128, 128), (256, 200)])
+def test_merges(dim: int, dim_v: int, len_q: int, parts: int) -> None:
+    """Parts that lie in shared memory all at a time or not, of rows that take one pass or several, at once or not."""
+    cache = make_cache(BF16, [96 * parts, 0, 33], 16, 2, dim, dim_v)
+    run_and_check(BF16, queries(BF16, 3, 8, len_q, dim), cache, num_splits=parts)
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("len_q", [1, 8])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lens", PLANS.values(), ids=PLANS)
+def test_plain_kernels_give_the_same_bits(lens: list[int], dim: int, len_q: int, how: dict) -> None:
+    """A sink of -inf adds nothing, and is more than the kernels for plain calls know."""
+    cache = make_cache(BF16, lens, 32, 2, dim)
+    q, nothing = queries(BF16, len(lens), 8, len_q, dim), torch.full((8,), -math.inf, device="cuda")
+    call = {"mask": DENSE.build(q.device), "return_lse": True, **how}
+    plain = flashmsa.paged_attention(q, *cache.arguments(), **call)
+    general = flashmsa.paged_attention(q, *cache.arguments(), **call, sinks=nothing)
+    assert all(torch.equal(x, y) for x, y in zip(plain, general, strict=True))
+
+
+def test_causal_forbids_one_query_nothing() -> None:
+    """So that it is a plain call, cut like one without a mask."""
+    cache = make_cache(BF16, [9000, 1, 0, 777], 16, 4, 128)
+    q = queries(BF16, 4, 32, 1, 128)
+    dense, causal = (
+        flashmsa.paged_attention(q, *cache.arguments(), mask=case.build(q.device)) for case in (DENSE, CAUSAL)
     )
+    assert torch.equal(dense, causal)
 
 
 @pytest.mark.parametrize("len_q", [5, 8, 16])
@@ -97,6 +133,23 @@ def test_repeated_calls_are_bitwise_equal() -> None:
     first = flashmsa.paged_attention(q, *cache.arguments())
     for _ in range(200):
         assert torch.equal(flashmsa.paged_attention(q, *cache.arguments()), first)
+
+
+@pytest.mark.parametrize("how", [{}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("len_q", [1, 8])
+def test_what_else_runs_changes_no_bit(len_q: int, how: dict) -> None:
+    """Copies on another stream take SMs and bandwidth at changing times, so that other CTAs are the last."""
+    cache = make_cache(BF16, [20000, 300, 12000], 16, 4, 128)
+    q = queries(BF16, 3, 32, len_q, 128)
+    first = flashmsa.paged_attention(q, *cache.arguments(), return_lse=True, **how)
+    source, other = torch.empty(1 << 26, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    target = torch.empty_like(source)
+    for step in range(100):
+        if step % 3 == 0:
+            with torch.cuda.stream(other):
+                target[: (step % 5 + 1) * (1 << 23)].copy_(source[: (step % 5 + 1) * (1 << 23)])
+        again = flashmsa.paged_attention(q, *cache.arguments(), return_lse=True, **how)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), f"call {step}"
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -110,15 +110,15 @@ struct Attention {
     }
   }
 
-  // Brings the queries of a sequence, of all tiles, to the L2; by the threads that attend. PERF: behind the chunks that are
+  // Brings the queries of a sequence, of all tiles, to the L2; by 2 kGroupRows threads. PERF: behind the chunks that are
   // in flight they would take microseconds from memory.
-  __device__ __forceinline__ void prefetch_queries(const Sequence& s) const {
-    if (threadIdx.x / 2 >= kGroupRows) return;
-    const RowPlace& place = shared.rows[threadIdx.x / 2];
+  __device__ __forceinline__ void prefetch_queries(const Sequence& s, int32_t thread) const {
+    if (thread >= 2 * kGroupRows) return;
+    const RowPlace& place = shared.rows[thread / 2];
     if (place.query >= s.queries) return;
     const Element* from = static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch +
                           s.first_row * p.q.stride_seq + place.q_offset;
-    for (int32_t column = threadIdx.x % 2 * 64; column < p.head_dim; column += 128) sm90::prefetch_l2(from + column);
+    for (int32_t column = thread % 2 * 64; column < p.head_dim; column += 128) sm90::prefetch_l2(from + column);
   }
 
   // After shared.keys is written.
@@ -129,7 +129,7 @@ struct Attention {
     const int4 keys = shared.keys[first_row + lane() % kTileRows];
     whole.begin = __reduce_max_sync(~0u, keys.z);
     whole.end = __reduce_min_sync(~0u, keys.w);
-    if (p.tree_bits != nullptr) whole.end = min_of(whole.end, s.kv_len - s.queries);
+    if (Options<Config>{p}.tree()) whole.end = min_of(whole.end, s.kv_len - s.queries);
     if (p.selected != nullptr) [[unlikely]] {
       // Of the pages in use only the last one, which the last one listed may be, can end behind what all rows see.
       const int32_t last_begins = (s.kv_len - 1) / p.page_size * p.page_size;
@@ -237,7 +237,7 @@ struct Attention {
 #pragma unroll
         for (int slot = 0; slot < 2; ++slot) {
           float& x = s[pair * 4 + slot * 2 + c];
-          if (p.alibi_slopes != nullptr) {
+          if (Options<Config>{p}.alibi()) {
             const float2 alibi = shared.alibi[row[slot]];
             x = fmaf(-alibi.x, fabsf(static_cast<float>(__float_as_int(alibi.y) - key)), x);
           }
@@ -255,7 +255,7 @@ struct Attention {
     const int4 keys = shared.keys[row];
     const bool in_first = static_cast<uint32_t>(key - keys.x) < static_cast<uint32_t>(keys.y - keys.x);
     const bool in_main = static_cast<uint32_t>(key - keys.z) < static_cast<uint32_t>(keys.w - keys.z);
-    if (p.tree_bits != nullptr) {
+    if (Options<Config>{p}.tree()) {
       const int32_t bit = key - (s.kv_len - s.queries);
       if (bit >= 0) return bit < s.queries && (shared.tree[row] >> bit & 1u) != 0;
     }

@@ -13,6 +13,7 @@ inline constexpr int32_t kGrainKeys = 128;  // what a balanced plan deals out
 inline constexpr int32_t kInvariantKeys = 1024;  // batch_invariant: keys of a part, where that gives at most
 inline constexpr int32_t kInvariantParts = 32;  // ... so many parts; a longer sequence has longer parts
 inline constexpr int32_t kTable = 128;  // sequences of a table
+inline constexpr int32_t kMergedParts = 16;  // most parts of a row that are merged at a time
 
 // A kernel's tuning. kCtas: of an SM. kRegisters…: of a thread, by setmaxnreg; 0: as it was compiled.
 template <class ElementType, int32_t kHeadDimValue, int32_t kChunkValue, int32_t kWarpsValue, int32_t kStagesValue,
@@ -27,13 +28,15 @@ struct Config {
   static constexpr bool kQInRegisters = kQInRegistersValue;  // else its fragments lie in shared memory
   static constexpr int32_t kCtas = kCtasValue;
   static constexpr bool kClustered = false;
+  static constexpr bool kPlain = false;
   static constexpr int kRegistersAttending = kRegistersAttendingValue, kRegistersLoading = kRegistersLoadingValue;
 
   static constexpr int32_t kAttending = 32 * kWarps, kThreads = kAttending + 32 * kLoaders;
   static constexpr int32_t kSlotBytes = kChunk * kHeadDim * 2;
   static constexpr int32_t kSlots = 2 * kStages * kWarps;
   static constexpr int32_t kORow = kHeadDim + 8;  // floats; 8 more, so that eight rows lie in different banks
-  static_assert(kWarps % kLoaders == 0 && kThreads >= kTable);
+  static constexpr int32_t kMergedSlots = 4096 / kAttending;  // float4s of a thread for parts to merge: 64 KB in all
+  static_assert(kWarps % kLoaders == 0 && kThreads >= kTable && kMergedSlots >= kMergedParts);
   // NOTE: the pool that setmaxnreg deals out is entry registers times threads; asking for more hangs for ever.
   static constexpr int kEntryRegisters = 65536 / (kThreads * kCtas) / 8 * 8;
   static_assert(kRegistersAttending * kWarps + kRegistersLoading * kLoaders <= kEntryRegisters * (kWarps + kLoaders));
@@ -43,6 +46,13 @@ struct Config {
 template <class Base>
 struct Clustered : Base {
   static constexpr bool kClustered = true;
+};
+
+// The same for calls without a mask, tree, ALiBi, softcap, sinks and packed queries, as most are.
+// PERF: three quarters of the code; what there is of it comes from memory at every call, microseconds in all.
+template <class Base>
+struct Plain : Base {
+  static constexpr bool kPlain = true;
 };
 
 // The kernels of a head-dim bucket.

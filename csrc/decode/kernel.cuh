@@ -42,12 +42,12 @@ __device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config
     shared.alibi[row] = {0.0f, 0.0f};
     return;
   }
-  const mask::TwoRuns keys = keys_of(p, s, i);
+  const mask::TwoRuns keys = keys_of<Config>(p, s, i);
   shared.keys[row] = {keys.first.begin, keys.first.end, keys.main.begin, keys.main.end};
-  if (p.tree_bits != nullptr) {
+  if (Options<Config>{p}.tree()) {
     shared.tree[row] = static_cast<uint32_t>(p.tree_bits[int64_t{s.batch} * p.len_q + i]);
   }
-  if (p.alibi_slopes != nullptr) {
+  if (Options<Config>{p}.alibi()) {
     shared.alibi[row] = {p.alibi_slopes[s.batch * p.alibi_stride_batch + h] * p.alibi_factor,
                          __int_as_float(i + s.kv_len - s.queries)};
   }
@@ -69,14 +69,14 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
   attention.scores(s, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot])));
   release(slot);
 
-  if (p.softcap) [[unlikely]]
+  if (Options<Config>{p}.softcap()) [[unlikely]]
     attn::apply_softcap(s, p.cap);
   bool masked = !contains(attention.whole_chunks, number);
   uint2 seen = {0, 0};
-  if (masked || p.alibi_slopes != nullptr) [[unlikely]] {
+  if (masked || Options<Config>{p}.alibi()) [[unlikely]] {
     const int32_t own = attention.own_key(sequence, number);
     masked = !__all_sync(~0u, contains(attention.whole, own) || threadIdx.x % 32 >= kChunk);
-    if (masked || p.alibi_slopes != nullptr) seen = attention.apply_rules(s, sequence, own, masked);
+    if (masked || Options<Config>{p}.alibi()) seen = attention.apply_rules(s, sequence, own, masked);
   }
   uint32_t weights[kChunk / 16][4];
   attention.weigh(s, weights);
@@ -170,6 +170,12 @@ struct Cta {
     write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - Config::kAttending - 32);
   }
 
+  // By the warps that load. PERF: the first queries go ahead of the first chunks, or they would wait for all of them; those that
+  // attend, who will ask for them, need not be waited for.
+  __device__ __forceinline__ void prefetch_first_queries(const Sequence& sequence) const {
+    attention.prefetch_queries(sequence, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
+  }
+
   // 2 and 3 of a part, up to its rows in shared memory; after its rules are written.
   __device__ __forceinline__ void attend(const Sequence& sequence, int32_t begin, int32_t end) {
     attention.begin_part(sequence);
@@ -180,24 +186,18 @@ struct Cta {
   }
 };
 
-// Named barriers: 1 is sync_attending's.
-inline constexpr uint32_t kQueriesAsked = 2;
-
 // The parts of a share whose sequences are in the table, by the threads that attend.
 template <class Config>
 __device__ __forceinline__ void attend_share(const KernelParams& p, Shared<Config>& shared, Cta<Config>& cta, Walk walk,
                                              const Share& share, int32_t entries) {
-  bool asked = false;
 #pragma unroll 1
   while (walk.next(p, shared)) {
     const Sequence& sequence = shared.table[walk.index].sequence;
     // 1. Queries and rules.
     typename Attention<Config>::QueryBits bits;
     cta.attention.ask_queries(sequence, cta.head, cta.group_row, bits);
-    if (!asked) sm90::bar_arrive(kQueriesAsked, Config::kThreads);
-    asked = true;
     if (walk.at < walk.to && walk.index + 1 < entries) {
-      cta.attention.prefetch_queries(shared.table[walk.index + 1].sequence);
+      cta.attention.prefetch_queries(shared.table[walk.index + 1].sequence, static_cast<int32_t>(threadIdx.x));
     }
     write_rules(p, shared, cta.head, cta.group_row, sequence);
     // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace, or Q.
@@ -221,45 +221,40 @@ __device__ __forceinline__ void walk_share(const KernelParams& p, Shared<Config>
     const Sequence& s = shared.table[threadIdx.x].sequence;
     if (s.batch % p.slices == slice) cta.merger.store_unseen(s);
   };
-  const bool many = p.batch > kTable;
-  int32_t total = 0, before = 0;
-  if (many) [[unlikely]] {
-    // One table does not hold all sequences: once through them for their sum.
+  // One table does not hold all sequences: once through them for their sum first.
+  bool counting = p.batch > kTable;
+  int32_t total = 0, before = 0, base = 0;
 #pragma unroll 1
-    for (int32_t base = 0; base < p.batch; base += kTable) {
-      bool unseen = false;
-      if constexpr (kAttends) unseen = write_table(p, shared, base, 0);
-      // SYNC: the table is written.
-      __syncthreads();
-      total += table_units(shared);
-      store_unseen(unseen);
-      // SYNC: the table is done with.
-      __syncthreads();
-    }
-  }
-#pragma unroll 1
-  for (int32_t base = 0; base < p.batch; base += kTable) {
-    // SYNC: the table before is done with.
-    if (base > 0) __syncthreads();
+  while (true) {
     bool unseen = false;
     if constexpr (kAttends) unseen = write_table(p, shared, base, before);
     // SYNC: the table is written; the first time also barriers and rows.
     __syncthreads();
     const int32_t units = table_units(shared);
-    if (!many) {
-      total = units;
+    if (counting || p.batch <= kTable) {
+      total += units;
       store_unseen(unseen);
     }
-    const Share share = Share::make(total, slice, p.slices);
-    Walk walk;
-    walk.at = max_of(share.from, before);
-    walk.to = min_of(share.to, before + units);
-    if (walk.at < walk.to) {
-      walk.index = find_sequence(shared, walk.at);
-      work(walk, share, min_of(p.batch - base, kTable));
+    if (!counting) {
+      const Share share = Share::make(total, slice, p.slices);
+      Walk walk;
+      walk.at = max_of(share.from, before);
+      walk.to = min_of(share.to, before + units);
+      if (walk.at < walk.to) {
+        walk.index = find_sequence(shared, walk.at);
+        work(walk, share, min_of(p.batch - base, kTable));
+      }
+      if (before + units >= share.to) break;
     }
     before += units;
-    if (before >= share.to) break;
+    base += kTable;
+    if (base >= p.batch) {
+      if (!counting) break;
+      counting = false;
+      before = base = 0;
+    }
+    // SYNC: the table is done with.
+    __syncthreads();
   }
 }
 
@@ -269,14 +264,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.x));
-  // SYNC: the selected pages are the kernel before's.
-  if (p.selected != nullptr) cudaGridDependencySynchronize();
   if (!cta.attends()) {
     cta.template take_registers<false>();
     cta.begin();
     walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {
-      // PERF: the first queries go ahead of the first chunks, or they would wait for all of them.
-      sm90::bar_sync(kQueriesAsked, Config::kThreads);
+      cta.prefetch_first_queries(shared.table[walk.index].sequence);
       Loader<Config, Walk>{p, shared, cta.head, cta.warp - Config::kWarps, walk}.run(cta.ring);
     });
     return;
@@ -304,9 +296,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     cta.template take_registers<false>();
     cta.begin();
     if (threadIdx.x == Config::kThreads - 1) {
-      // SYNC: the selected pages are the kernel before's.
-      if (p.selected != nullptr) cudaGridDependencySynchronize();
-      shared.table[0].sequence = read_sequence<Config::kChunk>(p, batch);
+      shared.table[0].sequence = read_sequence<Config>(p, batch);
     }
     // SYNC: barriers, rows, rules and the sequence are there.
     __syncthreads();
@@ -317,10 +307,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
   cta.template take_registers<true>();
   typename Attention<Config>::QueryBits bits;
   cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
-  // SYNC: the selected pages are the kernel before's.
-  if (p.selected != nullptr) cudaGridDependencySynchronize();
   // PERF: read twice, by each role for itself: one barrier less.
-  write_rules(p, shared, cta.head, cta.group_row, read_sequence<Config::kChunk>(p, batch));
+  write_rules(p, shared, cta.head, cta.group_row, read_sequence<Config>(p, batch));
   // SYNC: barriers, rows, rules and the sequence are there.
   __syncthreads();
   const Sequence& sequence = shared.table[0].sequence;

@@ -62,7 +62,18 @@ struct Grid {
   size_t counters, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
 };
 
-inline bool is_banded(const PagedParams& p) { return mask::Composite::bounded(p.band) || p.tree_bits != nullptr; }
+// NOTE: causal with one query a sequence forbids nothing.
+inline bool is_banded(const PagedParams& p) {
+  BandArgs band = p.band;
+  if (band.right[0] >= p.len_q - 1) band.right[0] = kUnbounded;
+  return mask::Composite::bounded(band) || p.tree_bits != nullptr;
+}
+
+// A call for the plain kernels.
+inline bool is_plain(const PagedParams& p) {
+  return !is_banded(p) && p.alibi_slopes == nullptr && !(p.softcap > 0) && p.sinks == nullptr &&
+         p.cu_seqlens_q == nullptr;
+}
 
 // All sequences have the same work, as far as the host can tell.
 inline bool equal_work(const PagedParams& p) {
@@ -280,7 +291,7 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
 }
 
 template <class Config>
-void launch_clusters(const Grid& grid, int32_t batch, const KernelParams& params, cudaStream_t stream) {
+void launch_clusters_of(const Grid& grid, int32_t batch, const KernelParams& params, cudaStream_t stream) {
   // With selected pages it has a kernel before it too, and waits for it as any kernel does.
   FLASHMSA_CHECK_CUDA(allow_clusters<Config>());
   cudaLaunchAttribute attribute;
@@ -290,9 +301,10 @@ void launch_clusters(const Grid& grid, int32_t batch, const KernelParams& params
 }
 
 template <class Config>
-void launch_shares(const Grid& grid, const KernelParams& params, cudaStream_t stream) {
+void launch_shares_of(const Grid& grid, const KernelParams& params, cudaStream_t stream) {
   const auto kernel = paged_decode_kernel<Config>;
   constexpr size_t kSharedBytes = sizeof(Shared<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "more than a CTA can have");
   FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   // The kernel's launch, and all it does up to its first merge, overlap the one before (programmatic dependent launch).
   cudaLaunchAttribute attribute;
@@ -306,6 +318,18 @@ void launch_shares(const Grid& grid, const KernelParams& params, cudaStream_t st
   config.attrs = &attribute;
   config.numAttrs = params.waits ? 1 : 0;
   FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+template <class Config>
+void launch_clusters(const PagedParams& p, const Grid& grid, const KernelParams& params, cudaStream_t stream) {
+  if (is_plain(p)) return launch_clusters_of<Plain<Config>>(grid, p.batch, params, stream);
+  launch_clusters_of<Config>(grid, p.batch, params, stream);
+}
+
+template <class Config>
+void launch_shares(const PagedParams& p, const Grid& grid, const KernelParams& params, cudaStream_t stream) {
+  if (is_plain(p)) return launch_shares_of<Plain<Config>>(grid, params, stream);
+  launch_shares_of<Config>(grid, params, stream);
 }
 
 template <class Kernels>
@@ -323,11 +347,11 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
     prepare(p, before, grid.capacity, stream);
   }
   if (grid.plan == Plan::kCluster) {
-    if (grid.wide) return launch_clusters<typename Kernels::WideCluster>(grid, p.batch, params, stream);
-    return launch_clusters<typename Kernels::PackedCluster>(grid, p.batch, params, stream);
+    if (grid.wide) return launch_clusters<typename Kernels::WideCluster>(p, grid, params, stream);
+    return launch_clusters<typename Kernels::PackedCluster>(p, grid, params, stream);
   }
-  if (grid.wide) return launch_shares<typename Kernels::WideShares>(grid, params, stream);
-  launch_shares<typename Kernels::Shares>(grid, params, stream);
+  if (grid.wide) return launch_shares<typename Kernels::WideShares>(p, grid, params, stream);
+  launch_shares<typename Kernels::Shares>(p, grid, params, stream);
 }
 
 template <class Element>

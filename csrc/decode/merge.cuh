@@ -3,6 +3,7 @@
 
 #include "attn/softmax.cuh"
 #include "decode/walk.cuh"
+#include "sm90/async_copy.cuh"
 #include "sm90/atomic.cuh"
 #include "sm90/cluster.cuh"
 #include "sm90/matrix.cuh"
@@ -92,7 +93,7 @@ struct Merger {
     const RowPlace& place = shared.rows[row];
     const bool empty = part.sum == 0.0f;  // 0, whatever its sink
     float factor = 1.0f, sink = attn::kNegativeInfinity;
-    if (p.sinks != nullptr) [[unlikely]] {
+    if (Options<Config>{p}.sinks()) [[unlikely]] {
       sink = p.sinks[place.head] * kLog2E;
       if (sink != attn::kNegativeInfinity) {
         const float top = fmaxf(part.reference, sink);
@@ -112,14 +113,7 @@ struct Merger {
         (empty ? sink : part.reference + sm90::log2_approx(part.sum)) * kLn2;
   }
 
-  // ---- A part that is its whole sequence, or all of it that there is --------------------------------------------------
-
-  __device__ __forceinline__ void store_whole(const Sequence& s) const {
-    const int32_t rows = rows_of(s);
-    const Items mine = items();
-#pragma unroll 2
-    for (int32_t row = mine.row; row < rows; row += mine.step) store(s, row, mine.column, of_warps(row, mine.column));
-  }
+  // ---- Rows without a part --------------------------------------------------------------------------------------------
 
   // The rows of a sequence of which nothing is seen, and packed rows behind those that were promised; by one thread.
   __device__ __forceinline__ void store_unseen(const Sequence& s) const {
@@ -130,7 +124,7 @@ struct Merger {
         for (int32_t column = 0; column < p.head_dim_v; column += 4) store(s, row, column, RowPart());
       }
     }
-    if (p.cu_seqlens_q == nullptr || group_row != 0) return;
+    if (!Options<Config>{p}.packed() || group_row != 0) return;
     const int32_t end = clamp(p.cu_seqlens_q[s.batch + 1], s.first_row, p.total_q);
     for (int32_t h = 0; h < p.q_heads_per_kv_head; ++h) {
       for (int32_t row = s.first_row + s.queries; row < end; ++row)
@@ -148,7 +142,7 @@ struct Merger {
 
   // Packed rows before the first sequence and behind the last: a warp each, over all CTAs.
   __device__ __forceinline__ void clear_outside() const {
-    if (p.cu_seqlens_q == nullptr || threadIdx.x >= Config::kAttending) [[likely]]
+    if (!Options<Config>{p}.packed() || threadIdx.x >= Config::kAttending) [[likely]]
       return;
     const int32_t begin = clamp(p.cu_seqlens_q[0], 0, p.total_q);
     const int32_t end = clamp(p.cu_seqlens_q[p.batch], begin, p.total_q);
@@ -220,64 +214,106 @@ struct Merger {
 
   // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------
 
-  __device__ __forceinline__ void store_part(const Sequence& s, int64_t index) const {
+  // Where a part lies: n for n = 0 at first, else at others + n * step.
+  struct Places {
+    int64_t first, others;
+    int32_t step;
+  };
+
+  // The rows of this CTA's part: final, where it is `whole`, its sequence's only one; else to its place among the parts.
+  __device__ __forceinline__ void store_own(const Sequence& s, bool whole, int64_t index) const {
     const int32_t rows = rows_of(s);
     const Items mine = items();
-#pragma unroll 2
+#pragma unroll 1
     for (int32_t row = mine.row; row < rows; row += mine.step) {
       const RowPart part = of_warps(row, mine.column);
+      if (whole) {
+        store(s, row, mine.column, part);
+        continue;
+      }
       const int64_t place = index * p.part_rows + row;
       __stcg(reinterpret_cast<float4*>(p.part_o + place * p.head_dim_v + mine.column), part.o);
       if (mine.column == 0) __stcg(p.part_ml + place, make_float2(part.reference, part.sum));
     }
   }
 
-  // Part n lies at first for n = 0, then at others + n * step.
-  struct Places {
-    int64_t first, others;
-    int32_t step;
+  static constexpr int32_t kAdded = 8;  // parts side by side
+  static_assert(kAdded == 8 && kMergedParts == 16, "a round's slots");
+
+  // A round of a merge: parts [first, first + count) of the rows from `base` on that `passes` passes take. Each pass has
+  // 2^slots_log2 places in shared memory, those behind the last part empty.
+  struct Round {
+    int32_t base, passes, first, count, slots_log2;
   };
 
-  // PERF: kItems quads of columns a thread and kBatch parts of each are asked for together: a round trip to the L2 is most
-  // of the time of a merge.
-  template <int32_t kItems, int32_t kBatch>
+  // Asks for the parts of a round. PERF: for all before any is looked at, by loops of few instructions: the CTA that merges does
+  // so once, and gets them from memory too.
+  __device__ __forceinline__ void gather_parts(const Places& places, const Round& round, int32_t rows,
+                                               const Items& mine) const {
+    const int32_t thread = static_cast<int32_t>(threadIdx.x), last = round.count - 1;
+    const int64_t first_place = places.first * p.part_rows, origin = places.others * p.part_rows;
+    const int32_t step = places.step * p.part_rows;
+    const auto place = [&](int32_t n) { return n == 0 ? first_place : origin + int64_t{n} * step; };
+#pragma unroll 1
+    for (int32_t pass = 0; pass < round.passes; ++pass) {
+      const int32_t row = round.base + pass * mine.step + mine.row;
+      if (row >= rows) break;
+#pragma unroll 1
+      for (int32_t begin = 0; begin < 1 << round.slots_log2; begin += kAdded) {
+#pragma unroll
+        for (int32_t n = begin; n < begin + kAdded; ++n) {
+          const float* from = p.part_o + (place(round.first + min_of(n, last)) + row) * p.head_dim_v + mine.column;
+          float4& to = shared.parts[(pass << round.slots_log2) + n][thread];
+          sm90::copy_async_16(static_cast<uint32_t>(__cvta_generic_to_shared(&to)), from, n <= last ? 16 : 0);
+        }
+      }
+    }
+    const int32_t here = min_of(rows - round.base, round.passes * mine.step);
+#pragma unroll 1
+    for (int32_t i = thread; i < here << round.slots_log2; i += Config::kAttending) {
+      const int32_t row = i >> round.slots_log2, n = i - (row << round.slots_log2);
+      shared.parts_ml[row][n] = n <= last ? __ldcg(p.part_ml + place(round.first + n) + round.base + row)
+                                          : make_float2(attn::kNegativeInfinity, 0.0f);
+    }
+  }
+
   __device__ __forceinline__ void merge_parts(const Sequence& s, const Places& places, int32_t parts) const {
     const int32_t rows = rows_of(s);
     const Items mine = items();
-    const int64_t first_origin = places.first * p.part_rows, origin = places.others * p.part_rows;
-    const int32_t step = places.step * p.part_rows;
+    // Several passes at a time where all parts of each have room, or all parts of one pass, some at a time.
+    Round round;
+    round.slots_log2 = parts <= kAdded ? 3 : 4;
+    round.passes = parts <= kMergedParts ? Config::kMergedSlots >> round.slots_log2 : 1;
 #pragma unroll 1
-    for (int32_t base = mine.row; base < rows; base += kItems * mine.step) {
-      RowPart part[kItems];
+    for (round.base = 0; round.base < rows; round.base += round.passes * mine.step) {
+      RowPart part;
 #pragma unroll 1
-      for (int32_t first = 0; first < parts; first += kBatch) {
-        float2 ml[kItems][kBatch];
-        float4 o[kItems][kBatch];
+      for (round.first = 0; round.first < parts; round.first += kMergedParts) {
+        round.count = min_of(parts - round.first, kMergedParts);
+        // SYNC: the parts before are read.
+        if (round.base + round.first > 0) sync_attending<Config>();
+        gather_parts(places, round, rows, mine);
+        sm90::wait_for_copies();
+        // SYNC: the references and sums, which other threads brought, are there.
+        sync_attending<Config>();
+#pragma unroll 1
+        for (int32_t pass = 0; pass < round.passes; ++pass) {
+          const int32_t in_round = pass * mine.step + mine.row, row = round.base + in_round;
+          if (row >= rows) break;
+          if (round.first == 0) part = RowPart();
+#pragma unroll 1
+          for (int32_t begin = 0; begin < 1 << round.slots_log2; begin += kAdded) {
+            float2 ml[kAdded];
+            float4 o[kAdded];
 #pragma unroll
-        for (int32_t i = 0; i < kItems; ++i) {
-          const int32_t row = min_of(base + i * mine.step, rows - 1);
-#pragma unroll
-          for (int32_t n = 0; n < kBatch; ++n) {
-            // Past the last part: once more the last, and not added.
-            const int32_t part_index = min_of(first + n, parts - 1);
-            const int64_t place = (part_index == 0 ? first_origin : origin) + part_index * step + row;
-            ml[i][n] = __ldcg(p.part_ml + place);
-            o[i][n] = __ldcg(reinterpret_cast<const float4*>(p.part_o + place * p.head_dim_v + mine.column));
+            for (int32_t n = 0; n < kAdded; ++n) {
+              ml[n] = shared.parts_ml[in_round][begin + n];
+              o[n] = shared.parts[(pass << round.slots_log2) + begin + n][threadIdx.x];
+            }
+            part.add(ml, o);
           }
+          if (round.first + kMergedParts >= parts) store(s, row, mine.column, part);
         }
-#pragma unroll
-        for (int32_t i = 0; i < kItems; ++i) {
-#pragma unroll
-          for (int32_t n = 0; n < kBatch; ++n) {
-            if (first + n >= parts) ml[i][n] = {attn::kNegativeInfinity, 0.0f}, o[i][n] = {0.0f, 0.0f, 0.0f, 0.0f};
-          }
-          part[i].add(ml[i], o[i]);
-        }
-      }
-#pragma unroll
-      for (int32_t i = 0; i < kItems; ++i) {
-        const int32_t row = base + i * mine.step;
-        if (row < rows) store(s, row, mine.column, part[i]);
       }
     }
   }
@@ -301,9 +337,8 @@ struct Merger {
       own = first + walk.begin / s.unit;
       places = {first, first, 1};
     }
-    if (parts == 1) return store_whole(s);
-
-    store_part(s, own);
+    store_own(s, parts == 1, own);
+    if (parts == 1) return;
     // SYNC: the part is stored, and the addition below makes it visible to whoever sees it counted.
     sync_attending<Config>();
     if (threadIdx.x == 0) {
@@ -313,11 +348,7 @@ struct Merger {
     }
     sync_attending<Config>();
     if (!shared.last) return;
-    if (rows_of(s) * p.head_dim_v / 4 <= Config::kAttending) {
-      merge_parts<1, 16>(s, places, parts);
-    } else {
-      merge_parts<2, 8>(s, places, parts);
-    }
+    merge_parts(s, places, parts);
   }
 };
 

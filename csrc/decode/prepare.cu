@@ -20,7 +20,7 @@ struct Pages {
 // One CTA a sequence: the listed pages as bits, and the bits as a list again.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareParams p, const Pages pages) {
   extern __shared__ uint32_t bits[];
-  __shared__ int32_t warp_sums[kPrepareThreads / 32];
+  __shared__ int32_t warp_sums[kPrepareThreads / 32], places[kPrepareThreads];
   const int32_t batch = blockIdx.x, thread = threadIdx.x;
   cudaTriggerProgrammaticLaunchCompletion();
   if (p.counters != nullptr) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
   int32_t count = 0;
   for (int32_t base = 0; base < words; base += kPrepareThreads) {
     const int32_t word = base + thread;
-    uint32_t left = word < words ? bits[word] : 0;
+    const uint32_t left = word < words ? bits[word] : 0;
     int32_t sum = __popc(left);
 #pragma unroll
     for (int32_t step = 1; step < 32; step *= 2) {
@@ -67,10 +67,18 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
       if (warp < thread / 32) place += warp_sums[warp];
       count += warp_sums[warp];
     }
-    for (; left != 0; left &= left - 1, ++place) {
-      const int32_t logical = word * 32 + __ffs(left) - 1;
-      const int32_t physical = table == nullptr ? batch : table[logical];
-      selected[place] = {logical, clamp(physical, 0, pages.num_pages - 1)};
+    places[thread] = place;
+    __syncthreads();
+    // PERF: a lane a page, so that the table is read for many at a time.
+    const int32_t lane = thread % 32, here = min_of(words - base, kPrepareThreads);
+#pragma unroll 4
+    for (int32_t n = thread / 32; n < here; n += kPrepareThreads / 32) {
+      const uint32_t listed_here = bits[base + n];
+      if ((listed_here >> lane & 1u) == 0) continue;
+      const int32_t logical = (base + n) * 32 + lane;
+      const int32_t physical = table == nullptr ? batch : __ldg(table + logical);
+      selected[places[n] + __popc(listed_here & ((1u << lane) - 1))] = {logical,
+                                                                        clamp(physical, 0, pages.num_pages - 1)};
     }
     __syncthreads();
   }

@@ -66,6 +66,19 @@ struct KernelParams {
   bool waits;      // for the kernel before, which makes `selected` and resets the counters
 };
 
+// What a plain kernel knows that there is not.
+template <class Config>
+struct Options {
+  const KernelParams& p;
+
+  __device__ __forceinline__ bool banded() const { return !Config::kPlain && p.banded; }
+  __device__ __forceinline__ bool tree() const { return !Config::kPlain && p.tree_bits != nullptr; }
+  __device__ __forceinline__ bool alibi() const { return !Config::kPlain && p.alibi_slopes != nullptr; }
+  __device__ __forceinline__ bool softcap() const { return !Config::kPlain && p.softcap; }
+  __device__ __forceinline__ bool sinks() const { return !Config::kPlain && p.sinks != nullptr; }
+  __device__ __forceinline__ bool packed() const { return !Config::kPlain && p.cu_seqlens_q != nullptr; }
+};
+
 struct Sequence {
   int32_t batch;
   int32_t first_row, queries;  // packed: rows of q; else 0, len_q
@@ -112,8 +125,13 @@ struct RingPlace {
 template <class Config>
 struct Shared {
   alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: a K and a V chunk for each warp
-  // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
-  alignas(16) float o[Config::kWarps][kTileRows][Config::kORow];
+  union {
+    // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
+    alignas(16) float o[Config::kWarps][kTileRows][Config::kORow];
+    // When that is stored: parts of this and other CTAs, four columns a thread.
+    float4 parts[Config::kClustered ? 1 : Config::kMergedSlots][Config::kAttending];
+  };
+  float2 parts_ml[Config::kClustered ? 1 : kGroupRows][kMergedParts];
   float2 ml[Config::kWarps][kTileRows];  // reference and sum of each warp's rows
   // Parts of rows that the CTAs of a cluster sent here.
   alignas(16) float pushed[Config::kClustered ? kTileRows : 1][Config::kHeadDim];
@@ -136,6 +154,7 @@ struct Shared {
   // Where a sequence of the table begins and ends, in units over all sequences.
   __device__ __forceinline__ int2 units_of(int32_t index) const {
     int32_t before = table_begin;
+#pragma unroll 1
     for (int32_t warp = 0; warp < index / 32; ++warp) before += warp_units[warp];
     return {before + table[index].begin, before + table[index].end};
   }

@@ -17,8 +17,9 @@ __device__ __forceinline__ RowIndex row_index(const KernelParams& p, int32_t hea
 }
 
 // The keys of query i by the band alone.
+template <class Config>
 __device__ __forceinline__ mask::TwoRuns keys_of(const KernelParams& p, const Sequence& s, int32_t i) {
-  if (!p.banded) [[likely]]
+  if (!Options<Config>{p}.banded()) [[likely]]
     return {{0, 0}, {0, s.kv_len}};
   mask::Composite::Params params = {};
   params.global = mask::make_bounds(p.band, s.batch, 0, s.queries, 0, s.kv_len);
@@ -31,23 +32,27 @@ __device__ __forceinline__ mask::TwoRuns keys_of(const KernelParams& p, const Se
   return {mask::first_run(keys), keys.main};
 }
 
-template <int32_t kChunk>
+template <class Config>
 __device__ __forceinline__ void find_chunks(const KernelParams& p, Sequence& s) {
+  constexpr int32_t kChunk = Config::kChunk;
   s.first_begin = s.first_chunks = s.main_begin = s.chunks = 0;
   if (s.queries == 0 || s.kv_len == 0) return;
   if (p.selected != nullptr) [[unlikely]] {
+    // SYNC: the selected pages are the kernel before's. The threads that a barrier lets pass behind this one see them too.
+    cudaGridDependencySynchronize();
     s.pages = p.selected_count[s.batch];
     s.chunks = static_cast<int32_t>(ceil_div<int64_t>(int64_t{s.pages} * p.page_size, kChunk));
     return;
   }
   if (p.block_table != nullptr) s.pages = ceil_div(s.kv_len, p.page_size);
-  if (!p.banded) [[likely]] {
+  if (!Options<Config>{p}.banded()) [[likely]] {
     s.chunks = ceil_div(s.kv_len, kChunk);
     return;
   }
-  const mask::TwoRunTiles tiles = mask::key_tiles(keys_of(p, s, 0), keys_of(p, s, s.queries - 1), kChunk);
+  const mask::TwoRunTiles tiles =
+      mask::key_tiles(keys_of<Config>(p, s, 0), keys_of<Config>(p, s, s.queries - 1), kChunk);
   int32_t begin = tiles.main.begin, end = tiles.main.end;
-  if (p.tree_bits != nullptr) {
+  if (Options<Config>{p}.tree()) {
     const int32_t tail = max_of(s.kv_len - s.queries, 0) / kChunk;
     begin = begin < end ? min_of(begin, tail) : tail;
     end = ceil_div(s.kv_len, kChunk);
@@ -58,19 +63,20 @@ __device__ __forceinline__ void find_chunks(const KernelParams& p, Sequence& s) 
   s.chunks = s.first_chunks + end - begin;
 }
 
-template <int32_t kChunk>
+template <class Config>
 __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t batch) {
+  constexpr int32_t kChunk = Config::kChunk;
   Sequence s;
   s.batch = batch;
   s.first_row = 0;
   s.queries = p.len_q;
-  if (p.cu_seqlens_q != nullptr) [[unlikely]] {
+  if (Options<Config>{p}.packed()) [[unlikely]] {
     s.first_row = clamp(p.cu_seqlens_q[batch], 0, p.total_q);
     s.queries = min_of(clamp(p.cu_seqlens_q[batch + 1], s.first_row, p.total_q) - s.first_row, p.len_q);
   }
   s.kv_len = p.kv_lens == nullptr ? p.capacity : clamp(p.kv_lens[batch], 0, p.capacity);
   s.pages = 0;
-  find_chunks<kChunk>(p, s);
+  find_chunks<Config>(p, s);
 
   s.unit = s.units = 0;
   if (p.plan == Plan::kBalanced) {
@@ -118,7 +124,7 @@ __device__ __forceinline__ bool write_table(const KernelParams& p, Shared<Config
   if (thread >= kTable) return false;
   int32_t units = 0;
   if (batch < p.batch) {
-    const Sequence s = read_sequence<Config::kChunk>(p, batch);
+    const Sequence s = read_sequence<Config>(p, batch);
     units = s.units;
     shared.table[thread].sequence = s;
   }
@@ -132,7 +138,7 @@ __device__ __forceinline__ bool write_table(const KernelParams& p, Shared<Config
   shared.table[thread].end = sum;
   if (thread % 32 == 31) shared.warp_units[thread / 32] = sum;
   if (thread == 0) shared.table_begin = before;
-  return batch < p.batch && (units == 0 || p.cu_seqlens_q != nullptr);
+  return batch < p.batch && (units == 0 || Options<Config>{p}.packed());
 }
 
 // Units of the table.
@@ -149,6 +155,7 @@ template <class Config>
 __device__ __forceinline__ int32_t find_sequence(const Shared<Config>& shared, int32_t at) {
   int32_t warp = 0;
   at -= shared.table_begin;
+#pragma unroll 1
   for (; at >= shared.warp_units[warp]; ++warp) at -= shared.warp_units[warp];
   const uint32_t behind = __ballot_sync(~0u, shared.table[warp * 32 + threadIdx.x % 32].end > at);
   return warp * 32 + __ffs(behind) - 1;
@@ -164,6 +171,7 @@ struct Walk {
   __device__ __forceinline__ bool next(const KernelParams& p, const Shared<Config>& shared) {
     if (at >= to) return false;
     int2 units = shared.units_of(index);
+#pragma unroll 1
     while (at >= units.y) units = shared.units_of(++index);
     const Sequence& s = shared.table[index].sequence;
     const int32_t first = at - units.x;

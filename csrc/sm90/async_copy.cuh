@@ -13,6 +13,9 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared_address, const voi
                : "memory");
 }
 
+// cp.async.wait_all: this thread's copies are there.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // prefetch.global.L2: the line that an address lies in.
 __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");

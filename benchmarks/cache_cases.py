@@ -40,6 +40,10 @@ class CacheCase:
         return self.lengths or (self.length,) * self.batch
 
     @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def rows(self) -> int:
         """Length of the result."""
         return self.len_q

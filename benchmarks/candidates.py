@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.cache_cases import CacheCase
-from benchmarks.cases import BLOCK, SOFTCAP, Case
+from benchmarks.cases import BLOCK, OTHER_DIMS, SOFTCAP, Case
 
 Call = Callable[[], Any]
 Factory = Callable[[Any], Call]  # of a Case, or of a CacheCase
@@ -65,12 +65,16 @@ settings = Settings()
 
 
 @lru_cache(maxsize=2)
-def _draw(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, layout: str) -> tuple[torch.Tensor, ...]:
-    batch, heads, length, head_dim = shape
+def _draw(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, layout: str
+) -> tuple[torch.Tensor, ...]:
+    batch, heads, length, head_dim, head_dim_v = shape
     generator = torch.Generator(device).manual_seed(0)
     size = (3, batch, heads, length, head_dim) if layout == "bhsd" else (3, batch, length, heads, head_dim)
     packed = torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
-    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in packed)
+    q, k, v = packed
+    drawn = (q, k, v if head_dim_v == head_dim else v[..., :head_dim_v].contiguous())
+    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in drawn)
 
 
 @lru_cache(maxsize=2)
@@ -79,12 +83,12 @@ def _draw_bshd(*key: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _key(case: Case) -> tuple:
-    shape = (case.batch, case.heads, case.length, case.head_dim)
+    shape = (case.batch, case.heads, case.length, case.head_dim, case.value_dim)
     return shape, DTYPES[case.dtype], settings.device, settings.layout
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of shape (B, H, S, D), random normal and the same for every candidate of a case."""
+    """q, k, v of shape (B, H, S, D), of v (B, H, S, Dv), random normal and the same for every candidate of a case."""
     return _as_leaves(_draw(*_key(case)))
 
 
@@ -167,7 +171,7 @@ def canonical(case: Case | CacheCase, result: Any) -> torch.Tensor:
     out = result[0] if isinstance(result, tuple | list) else result
     if out.dim() == 3:
         out = out.unsqueeze(0)
-    expected = (case.batch, case.heads, case.rows, case.head_dim)
+    expected = (case.batch, case.heads, case.rows, case.value_dim)
     if tuple(out.shape) != expected and tuple(out.shape[1:3]) == (case.rows, case.heads):
         out = out.transpose(1, 2)
     if tuple(out.shape) != expected:
@@ -229,6 +233,14 @@ def _flashmsa(case: Case, **options: Any) -> Call:
 def flashmsa_native(case: Case, **options: Any) -> Call:
     """Our kernel itself."""
     return _flashmsa(case, backend=_backend(), **options)
+
+
+def flashmsa_padded(case: Case, head_dim: int) -> Call:
+    """q, k and v with columns of zeros ahead of the call, up to the width of a wider kernel; the result is cut."""
+    flashmsa = _import_ours()
+    q, k, v = (functional.pad(x, (0, head_dim - x.shape[3])) for x in inputs(case))
+    given = {"mask": _our_mask(case), "backend": _backend(), "scale": case.head_dim**-0.5}
+    return lambda: flashmsa.attention(q, k, v, **given)[..., : case.value_dim]
 
 
 def flashmsa_eager(case: Case) -> Call:
@@ -347,7 +359,7 @@ def kernel_tile(case: Case) -> tuple[int, int] | None:
         from flashmsa import _C
     except ImportError:
         return None
-    kernel = _C.find_kernel(DOCUMENT_KIND, DTYPES[case.dtype], case.head_dim, case.head_dim)
+    kernel = _C.find_kernel(DOCUMENT_KIND, DTYPES[case.dtype], case.head_dim, case.value_dim)
     return (kernel["block_q"], kernel["block_kv"]) if kernel else None
 
 
@@ -631,6 +643,7 @@ def _attend_flashmsa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 FACTORIES: dict[str, Factory] = {
     "flashmsa": flashmsa_native,
+    **{f"flashmsa-padded-{dim}": partial(flashmsa_padded, head_dim=dim) for dim in set(OTHER_DIMS.values())},
     "flashmsa-eager": flashmsa_eager,
     "flashmsa-varlen": flashmsa_varlen,
     "flashmsa-graph": flashmsa_graph,

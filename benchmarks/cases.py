@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 
@@ -18,6 +18,8 @@ MASKS = (
 OPTIONS = ("softcap", "alibi", "sinks")
 HIDDEN = 2048  # heads * head_dim of the grid
 HEAD_DIMS = (64, 128, 256)
+# (head_dim, head_dim_v) of kernels of their own between these, and the head dim that would serve them otherwise.
+OTHER_DIMS = {(96, 96): 128, (192, 192): 256, (192, 128): 256}
 SHAPES = ((16, 1024), (4, 4096), (2, 8192), (1, 16384))  # (batch, length): 16384 tokens each
 SEEDS = (1, 2, 3, 4, 5)
 DOCUMENTS = 16
@@ -55,6 +57,7 @@ def draw_buckets(draw: Draw, heads: int, length: int) -> torch.Tensor:
 class Case:
     """One self-attention call: q, k, v of shape (batch, heads, length, head_dim).
 
+    head_dim_v: of v where it is shorter; 0: head_dim.
     offsets: cumulative document offsets (n + 1), for the document masks only.
     width: keys to either side (window), to the left (window-causal), or of the prefix, or steps to either side
         (dilated); for these masks only.
@@ -76,6 +79,7 @@ class Case:
     dilation: int | None = None
     draw: Draw | None = None
     option: str = ""
+    head_dim_v: int = 0
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
@@ -88,8 +92,15 @@ class Case:
             raise ValueError(f"dilation: needed by the dilated mask and by no other, mask is {self.mask!r}")
         if (self.is_blocks or self.is_hash) != (self.draw is not None):
             raise ValueError(f"draw: needed by block and hash masks and by no other, mask is {self.mask!r}")
+        if not 0 <= self.head_dim_v <= self.head_dim:
+            raise ValueError(f"head_dim_v: {self.head_dim_v} is not at most head_dim = {self.head_dim}")
         if self.option and self.option not in OPTIONS:
             raise ValueError(f"option: {self.option!r} is not one of {OPTIONS}")
+
+    @property
+    def value_dim(self) -> int:
+        """head_dim of v and of the result."""
+        return self.head_dim_v or self.head_dim
 
     @property
     def is_band(self) -> bool:
@@ -127,7 +138,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [f"d{self.head_dim}", f"{self.batch}x{self.length}", self.mask]
+        width = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.value_dim != self.head_dim else "")
+        parts = [width, f"{self.batch}x{self.length}", self.mask]
         parts += [str(self.width)] if self.width is not None else []
         parts += [f"by{self.dilation}"] if self.is_dilated else []
         parts += [f"{self.draw.count}" + ("-per-head" if self.draw.per_head else "")] if self.draw else []
@@ -172,13 +184,13 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """4 * batch * heads * head_dim * allowed pairs: one multiply and one add for each of QK^T and PV."""
-        return round(4 * self.batch * self.heads * self.head_dim * self.pairs)
+        """2 * batch * heads * (head_dim + head_dim_v) * allowed pairs: multiply and add for each of QK^T, PV."""
+        return round(2 * self.batch * self.heads * (self.head_dim + self.value_dim) * self.pairs)
 
     @property
     def bytes(self) -> int:
         """What has to cross the memory bus at least: q, k and v once, and the output."""
-        return 4 * self.batch * self.heads * self.length * self.head_dim * ELEMENT_BYTES
+        return 2 * self.batch * self.heads * self.length * (self.head_dim + self.value_dim) * ELEMENT_BYTES
 
     def as_dict(self) -> dict:
         return {
@@ -187,6 +199,7 @@ class Case:
             "heads": self.heads,
             "length": self.length,
             "head_dim": self.head_dim,
+            "head_dim_v": self.value_dim,
             "mask": self.mask,
             "dtype": self.dtype,
             "documents": len(self.document_lengths) if self.is_document else 0,
@@ -458,6 +471,25 @@ def dtype(candidates: list[str], shrink: int = 1) -> list[Unit]:
     return units
 
 
+def dims(candidates: list[str], shrink: int = 1) -> list[Unit]:
+    """Head dims with kernels of their own, beside the same call padded to the next wider kernel and beside that one."""
+    units = []
+    for (head_dim, head_dim_v), next_dim in OTHER_DIMS.items():
+        for kind, (batch, length), mask in product(("bf16", "fp16"), ((4, 4096), (1, 16384)), ("dense", "causal")):
+            heads, length = max(1, 16 // shrink), max(16, length // shrink)
+            case = Case(batch, heads, length, head_dim, mask, kind, head_dim_v=head_dim_v)
+            own = list(lanes(case, (name for name in candidates if name in ("flashmsa", "cudnn", "flash"))))
+            if "flashmsa" in candidates:
+                own.append(Lane("flashmsa padded", f"flashmsa-padded-{next_dim}", case))
+                wide = replace(case, head_dim=next_dim, head_dim_v=0)
+                own.append(Lane(NEXT_WIDTH, "flashmsa", wide))
+            units.append(Unit("dims", case.name, tuple(own), batch == 4 and kind == "bf16", NEXT_WIDTH))
+    return units
+
+
+NEXT_WIDTH = "flashmsa next width"
+
+
 def table(candidates: list[str], shrink: int = 1) -> list[Unit]:
     """Length 8192, head_dim 128, 32 heads, batch 1 and 4: attention alone, and after its QKV projection."""
     units = []
@@ -623,6 +655,7 @@ GROUPS: dict[str, Callable[..., list[Unit]]] = {
     "small": small,
     "host": host,
     "dtype": dtype,
+    "dims": dims,
     "table": table,
     "backward": backward,
     "decode": decode,

@@ -21,7 +21,7 @@ DROPOUT = 0.1
 
 def gradient_of_out(case: Case, out: torch.Tensor) -> torch.Tensor:
     """The same random values for every candidate, in its layout of out."""
-    shape = (case.batch, case.heads, case.length, case.head_dim)
+    shape = (case.batch, case.heads, case.length, case.value_dim)
     generator = torch.Generator(out.device).manual_seed(1)
     values = torch.randn(shape, generator=generator, device=out.device, dtype=torch.float32).to(out.dtype)
     if tuple(out.shape) != shape:

@@ -175,6 +175,15 @@ def add_cache_figures(unit: dict[str, Any], lanes: Iterable[Lane], whole: str) -
         figures["time_of_base"] = figures["ms"]["median"] / base["ms"]["median"] if base else None
 
 
+def add_width_figures(unit: dict[str, Any], whole: str) -> None:
+    """of_whole: our rate over that of the next wider kernel on head dims that fill it; of_padded: over that of the same
+    call padded to the wider one."""
+    lanes = unit["lanes"]
+    ours = lanes.get(OURS)
+    for key, label in (("of_whole", whole), ("of_padded", f"{OURS} padded")):
+        unit["derived"][key] = ours["tflops"] / lanes[label]["tflops"] if ours and label in lanes else None
+
+
 def add_host_ratio(unit: dict[str, Any]) -> None:
     ours, sdpa = unit["lanes"].get("flashmsa-eager"), unit["lanes"].get("sdpa")
     unit["derived"]["of_sdpa"] = ours["us"]["median"] / sdpa["us"]["median"] if ours and sdpa else None
@@ -242,6 +251,7 @@ def summarise(units: list[dict]) -> dict[str, Any]:
     return {
         "forward": _forward_summary(units),
         "documents_of_target": _derived_range(units, "documents", "of_target"),
+        "dims_of_next_width": _derived_range(units, "dims", "of_whole"),
         "one_document_of_plain": _derived_range(units, "one-document", "of_plain"),
         "host_of_sdpa": _derived_range(units, "host", "of_sdpa"),
         "small": _dispatch_summary(units),
@@ -383,6 +393,17 @@ def _rate_table(units: list[dict], first: str = OURS) -> str:
         figures += [number(lead.get("sm_mhz")), number(lead.get("ratio"), ".3f")]
         rows.append([unit["name"], *(_rate(unit["lanes"].get(label)) for label in labels), *figures])
     return table(header, rows)
+
+
+def _width_table(units: list[dict]) -> str:
+    labels = _labels(units)
+    rows = []
+    for unit in units:
+        lead, derived = unit["lanes"].get(OURS, {}), unit["derived"]
+        figures = [number(lead.get("utilisation"), ".3f"), number(derived["of_whole"], ".3f")]
+        figures += [number(derived["of_padded"], ".3f"), number(lead.get("ratio"), ".3f")]
+        rows.append([unit["name"], *(_rate(unit["lanes"].get(label)) for label in labels), *figures])
+    return table(["case", *labels, "util", "of next width", "of padded", "ratio"], rows)
 
 
 def _documents_table(units: list[dict]) -> str:
@@ -547,6 +568,11 @@ _TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
     "small": ("short sequences: microseconds a launch inside a graph", lambda units: _time_table(units, ".2f", 1e3)),
     "host": ("host time of an eager call: microseconds, median (p90)", _host_table),
     "dtype": ("fp16 beside bf16: TFLOP/s; figures at the end are our bf16's", lambda u: _rate_table(u, f"{OURS} bf16")),
+    "dims": (
+        "head dims between the widths of most kernels: TFLOP/s over useful operations; next width: the wider kernel on "
+        "head dims that fill it",
+        _width_table,
+    ),
     "table": ("length 8192, head_dim 128, 32 heads: milliseconds", lambda units: _time_table(units, ".3f", 1.0)),
 }
 
@@ -564,6 +590,7 @@ def _summary_lines(data: dict[str, Any]) -> list[str]:
     ranges = {
         "documents_of_target": "documents, share of target",
         "one_document_of_plain": "one document / plain",
+        "dims_of_next_width": "head dims between / next width, per useful operation",
         "host_of_sdpa": "host time / SDPA's",
     }
     for key, text in ranges.items():

@@ -176,6 +176,8 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
     if unit.group == "masks":
         report.add_mask_figures(record, unit.lanes[0].case.name, unit.whole)
         add_visited_share(record, unit.lanes[0])
+    if unit.group == "dims":
+        report.add_width_figures(record, unit.whole)
     if unit.group == "options":
         report.add_option_costs(record)
     if unit.group == "backward":

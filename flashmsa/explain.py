@@ -33,7 +33,8 @@ class Explanation:
     rejected: dict[str, str]  # each other path and its reason
     call: str  # the arguments in short
     kernel: str | None  # the compiled kernel's name
-    head_dim_bucket: int | None  # head_dim and head_dim_v are padded to this inside the kernel
+    head_dim_bucket: int | None  # head_dim is padded to this inside the kernel
+    head_dim_v_bucket: int | None  # head_dim_v likewise
     tile: tuple[int, int] | None  # (query rows, keys); None too where parts of the keys are dealt out instead
     stages: int | None  # tiles of K, and of V, in flight
     threads: int | None  # per thread block
@@ -81,16 +82,20 @@ class Explanation:
             return f"tiles of {rows} rows x {keys} keys"
         producer, consumer = self.registers or (0, 0)
         return (
-            f"{self.kernel}: tiles of {rows} rows x {keys} keys, head dims up to {self.head_dim_bucket}, {self.stages} "
-            f"stages, {self.threads} threads, registers {producer} (producer) / {consumer} (consumer), "
+            f"{self.kernel}: tiles of {rows} rows x {keys} keys, {self._head_dims()}, {self.stages} stages, "
+            f"{self.threads} threads, registers {producer} (producer) / {consumer} (consumer), "
             f"{self.shared_memory:,} bytes of shared memory"
         )
 
     def _decode_line(self) -> str:
         return (
-            f"{self.kernel}: keys dealt out over all SMs in parts, head dims up to {self.head_dim_bucket}, "
+            f"{self.kernel}: keys dealt out over all SMs in parts, {self._head_dims()}, "
             f"{self.threads} threads, {self.shared_memory:,} bytes of shared memory"
         )
+
+    def _head_dims(self) -> str:
+        value = "" if self.head_dim_v_bucket == self.head_dim_bucket else f", of v up to {self.head_dim_v_bucket}"
+        return f"head dims up to {self.head_dim_bucket}{value}"
 
     def _backward_line(self) -> str | None:
         if self.backward_kernel is None:
@@ -182,6 +187,7 @@ def explain(
         call=_describe_call(q, k, v, mask, softcap, sinks, alibi_slopes, dropout_p),
         kernel=runs_by.get("name"),
         head_dim_bucket=runs_by.get("head_dim_bucket"),
+        head_dim_v_bucket=runs_by.get("head_dim_v_bucket", runs_by.get("head_dim_bucket")),
         tile=tile,
         stages=None if kernel is None else kernel["stages"],
         threads=runs_by.get("threads"),

@@ -68,6 +68,13 @@ def _kernels() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _head_dims(kernel: dict[str, Any]) -> str:
+    """The widest that a kernel serves: of q and k, and where v's differs, of v."""
+    head_dim = kernel["head_dim_bucket"]
+    head_dim_v = kernel.get("head_dim_v_bucket", head_dim)
+    return str(head_dim) if head_dim == head_dim_v else f"{head_dim} / {head_dim_v}"
+
+
 def _kernel_table() -> list[str]:
     kernels = [x for group in _kernels().values() for x in group]
     if not kernels:
@@ -76,7 +83,7 @@ def _kernel_table() -> list[str]:
     rows += [
         (
             x["name"],
-            str(x["head_dim_bucket"]),
+            _head_dims(x),
             f"{x['block_q']} x {x['block_kv']}" if "block_q" in x else f"{x['block_kv']} keys",
             str(x.get("stages", "-")),
             str(x["threads"]),

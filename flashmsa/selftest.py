@@ -71,6 +71,8 @@ CASES = (
     Case("blocks", BlockSparse(_blocks(3, 5), (128, 64)), 300, 300, 256, 256),
     Case("blocks and a window", BlockSparse(_blocks(3, 3)) & SlidingWindow(150, 9), 300, 300, 64, 64),
     Case("dense bits", BlockSparse.from_dense(torch.arange(300 * 260).view(300, 260) % 7 > 2), 300, 260, 64, 64),
+    Case("causal, values shorter than keys", Causal(), 200, 270, 192, 128),
+    Case("causal window at another head dim", SlidingWindow(90, 0), 300, 400, 192, 192),
     Case("documents, one empty, a tail", Document([0, 1, 1, 100, 230]), 257, 257, 64, 128),
     Case("documents, causal", Document([0, 60, 61, 200], [0, 100, 160, 170], causal=True), 200, 170, 96, 96),
     Case(

@@ -941,6 +941,23 @@ def test_dry_run_goes_through_every_device_group(tmp_path: Path, monkeypatch: py
     assert "these figures say nothing" in printed and "d128-1x256-document-h1-seed1" in printed
 
 
+def test_dry_run_of_head_dims(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("flashmsa")
+    code, data = dry_run(tmp_path / "r.json", "--group", "dims")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    units = {unit["name"]: unit for unit in data["units"]}
+    assert set(units) == {
+        f"{dims}-4x64-{mask}-h1" for dims in ("d96", "d192", "d192x128") for mask in ("dense", "causal")
+    }
+    for unit in units.values():
+        assert unit["differences"]["flashmsa"] < run.WRONG and unit["differences"]["flashmsa padded"] < run.WRONG
+        assert unit["derived"]["of_whole"] > 0 and unit["derived"]["of_padded"] > 0
+    wide = units["d192x128-4x64-dense-h1"]["lanes"]["flashmsa next width"]["case"]
+    assert (wide["head_dim"], wide["head_dim_v"]) == (256, 256)
+    assert data["summary"]["dims_of_next_width"]["geometric_mean"] > 0 and "of next width" in printed
+
+
 def test_dry_run_with_the_cpu_backend(tmp_path: Path) -> None:
     pytest.importorskip("flashmsa")
     arguments = ["--group", "forward,host,table", "--cases", "d64-4x64|d64-1x128|d128-1x128-dense-h1"]

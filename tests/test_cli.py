@@ -32,6 +32,8 @@ def test_info() -> None:
     for kernel in (*_C.kernels(), *_C.backward_kernels(), *_C.paged_kernels()):
         line = next(x for x in done.stdout.splitlines() if x.startswith(kernel["name"] + " "))
         tile = f"{kernel['block_q']} x {kernel['block_kv']}" if "block_q" in kernel else f"{kernel['block_kv']} keys"
+        head_dims = {kernel["head_dim_bucket"], kernel.get("head_dim_v_bucket", kernel["head_dim_bucket"])}
+        assert " / ".join(str(x) for x in sorted(head_dims, reverse=True)) in line
         assert tile in line and f"{kernel['shared_memory']:,} B" in line
     if not _C.kernels():
         assert f"kernels   none: {_C.build_info()['reason']}" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -431,7 +432,7 @@ def test_the_kernel_of_every_mask_with_dropout(family: str, softcap: float) -> N
 @needs_kernels
 @pytest.mark.parametrize("mask", [None, Causal(), Document([0, 50, 100])], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("dim", "dim_v"), [(8, 8), (64, 64), (72, 64), (192, 128), (64, 256)])
+@pytest.mark.parametrize(("dim", "dim_v"), [(8, 8), (64, 64), (72, 64), (192, 128), (160, 104), (128, 192), (64, 256)])
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_kernel_a_hopper_gpu_would_run(mask: Mask | None, dtype: torch.dtype, dim: int, dim_v: int, device) -> None:
     q, k, v = (x.to(device, dtype) for x in make(dim=dim, dim_v=dim_v))
@@ -440,7 +441,8 @@ def test_the_kernel_a_hopper_gpu_would_run(mask: Mask | None, dtype: torch.dtype
     kernel = next(x for x in _C.kernels() if x["name"] == got.kernel)
     assert kernel["dtype"] == str(dtype).removeprefix("torch.")
     assert kernel["mask"] == ("dense" if mask is None else type(mask).__name__.lower())
-    assert kernel["head_dim_bucket"] == got.head_dim_bucket >= max(dim, dim_v)
+    assert kernel["head_dim_bucket"] == got.head_dim_bucket >= dim
+    assert kernel["head_dim_v_bucket"] == got.head_dim_v_bucket >= dim_v
     assert got.tile == (kernel["block_q"], kernel["block_kv"])
     assert (got.stages, got.threads, got.shared_memory) == (
         kernel["stages"],
@@ -455,6 +457,33 @@ def test_the_kernel_a_hopper_gpu_would_run(mask: Mask | None, dtype: torch.dtype
         assert got.full + got.partial > 0
     for text in (got.kernel, f"{got.tile[0]} rows x {got.tile[1]} keys", f"{got.stages} stages"):
         assert text in " ".join(str(got).split())
+
+
+# (head_dim, head_dim_v) of the kernels: of the plain ones for masks of intervals, and of all others.
+WIDTHS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+FEW_WIDTHS = [(64, 64), (128, 128), (256, 256)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", list(itertools.product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_the_narrowest_kernel_that_is_wide_enough(kind: int, options: tuple[bool, ...], dtype: torch.dtype) -> None:
+    """Options: softcap, ALiBi, dropout."""
+    widths = FEW_WIDTHS if any(options) or KERNELS[kind] == "block_sparse" else WIDTHS
+    for dims in itertools.product(range(8, 257, 8), repeat=2):
+        kernel = _C.find_kernel(kind, dtype, *dims, *options)
+        fitting = [x for x in widths if x[0] >= dims[0] and x[1] >= dims[1]]
+        assert (kernel["head_dim_bucket"], kernel["head_dim_v_bucket"]) == min(fitting, key=sum), dims
+
+
+@needs_kernels
+def test_the_widths_of_a_kernel_are_printed() -> None:
+    q, k, v = make(dtype=torch.bfloat16, dim=192, dim_v=128)
+    for causal, kernel in ((None, "fwd_dense_d192x128_bf16"), (Causal(), "fwd_causal_d192x128_bf16")):
+        got = explain(q, k, v, causal, backend="sm90")
+        assert got.kernel == kernel
+        assert "head dims up to 192, of v up to 128" in " ".join(str(got).split())
 
 
 @pytest.mark.skipif(bool(_C.kernels()), reason="this build has sm_90a kernels")

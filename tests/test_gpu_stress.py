@@ -36,7 +36,7 @@ import flashmsa
 pytestmark = pytest.mark.gpu
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
-BUCKETS = [64, 128, 256]
+BUCKETS = [64, 96, 128, 192, 256]
 
 
 def sm90(dtype: torch.dtype = torch.bfloat16) -> Target:

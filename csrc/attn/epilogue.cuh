@@ -25,7 +25,7 @@ __device__ __forceinline__ void scale_rows(float (&o)[kCount], const float (&fac
 }
 
 // Writes a warp's 16 rows of O, rounded, to their place in a swizzled tile: kPass accumulators from `first` on, which fill
-// the tile's columns. first_row counts within the tile.
+// the tile's columns; fewer where there are no more. first_row counts within the tile.
 template <class Element, class Tile, int kPass, int kCount>
 __device__ __forceinline__ void stage_rows(const float (&o)[kCount], int first, uint32_t tile_address,
                                            int32_t first_row) {
@@ -35,6 +35,7 @@ __device__ __forceinline__ void stage_rows(const float (&o)[kCount], int first, 
   const uint32_t half = sm90::Matrix16x16::half(lane);
 #pragma unroll
   for (int j = 0; j < kPass / 8; ++j) {
+    if (first + 8 * j >= kCount) break;
     const float* block = o + first + 8 * j;
     sm90::stmatrix_x4(tile_address + Tile::chunk_offset(row, 2 * j + half), sm90::pack2<Element>(block[0], block[1]),
                       sm90::pack2<Element>(block[2], block[3]), sm90::pack2<Element>(block[4], block[5]),

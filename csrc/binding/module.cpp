@@ -229,6 +229,7 @@ py::dict describe(const fwd::KernelInfo& kernel) {
   d["general"] = kernel.general;
   d["dtype"] = dtype_name(kernel.dtype);
   d["head_dim_bucket"] = kernel.head_dim_bucket;
+  d["head_dim_v_bucket"] = kernel.head_dim_v_bucket;
   d["block_q"] = kernel.block_q;
   d["block_kv"] = kernel.block_kv;
   d["stages"] = kernel.stages;

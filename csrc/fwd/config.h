@@ -1,16 +1,17 @@
-// The forward kernel's tuning: one line per head-dim bucket, and everything that follows from it.
+// The forward kernel's tuning: one line per pair of head-dim buckets, and everything that follows from it.
 #pragma once
 
 #include "core/types.h"
 
 namespace flashmsa::fwd {
 
-template <class ElementType, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kBlockKvValue, int32_t kStagesValue,
-          bool kQInRegistersValue, int32_t kQStagesValue, int32_t kOColumnsValue, int32_t kRegistersProducerValue,
-          int32_t kRegistersConsumerValue>
+template <class ElementType, int32_t kHeadDimValue, int32_t kHeadDimVValue, int32_t kBlockQValue, int32_t kBlockKvValue,
+          int32_t kStagesValue, bool kQInRegistersValue, int32_t kQStagesValue, int32_t kOColumnsValue,
+          int32_t kRegistersProducerValue, int32_t kRegistersConsumerValue>
 struct Config {
   using Element = ElementType;
-  static constexpr int32_t kHeadDim = kHeadDimValue;  // bucket: serves head_dim and head_dim_v up to this
+  static constexpr int32_t kHeadDim = kHeadDimValue;    // bucket: serves head_dim up to this
+  static constexpr int32_t kHeadDimV = kHeadDimVValue;  // the same of head_dim_v
   static constexpr int32_t kBlockQ = kBlockQValue;    // rows of a tile, 64 per consumer warpgroup
   static constexpr int32_t kBlockKv = kBlockKvValue;  // keys of a tile
   static constexpr int32_t kStages = kStagesValue;    // tiles of K, and of V, in flight
@@ -29,27 +30,41 @@ struct Config {
 };
 
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
-//                          head_dim  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
+//                          head_dim  _v  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
 template <class Element>
-using Config64 = Config<Element, 64, 192, 128, 2, false, 2, 64, 32, 160>;
+using Config64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 template <class Element>
-using Config128 = Config<Element, 128, 128, 128, 2, true, 1, 128, 40, 232>;
+using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
 // Block-sparse masks: a cell's rows.
 template <class Element>
-using ListConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 40, 232>;
+using ListConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
-using Config256 = Config<Element, 256, 128, 64, 2, false, 1, 128, 40, 232>;
+using Config256 = Config<Element, 256, 256, 128, 64, 2, false, 1, 128, 40, 232>;
+
+// Between these, for masks that are intervals, without options: all else is served by the next wider config.
+template <class Element>
+using Config96 = Config<Element, 96, 96, 192, 112, 2, false, 1, 128, 32, 160>;
+// CompositeConfig…: of composite masks. At 96 their kernel needs more registers.
+template <class Element>
+using CompositeConfig96 = Config<Element, 96, 96, 192, 96, 2, false, 2, 64, 32, 160>;
+template <class Element>
+using Config192 = Config<Element, 192, 192, 128, 64, 2, false, 1, 192, 40, 232>;
+// Prefill of multi-head latent attention: values are shorter than keys.
+template <class Element>
+using Config192x128 = Config<Element, 192, 128, 128, 96, 2, false, 1, 128, 40, 232>;
+template <class Element>
+using CompositeConfig192x128 = Config<Element, 192, 128, 128, 128, 2, false, 1, 64, 40, 232>;
 
 // Keys on pages: whoever loads needs more registers.
 template <class Element>
-using PageConfig64 = Config<Element, 64, 128, 128, 2, false, 2, 64, 56, 224>;
+using PageConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 56, 224>;
 
 // Rows by index: the same. PERF: buckets are short, so the ends of tiles weigh more than their middles: small tiles of keys,
 // the next tile's Q early, three warpgroups.
 template <class Element>
-using IndexConfig64 = Config<Element, 64, 192, 64, 4, false, 2, 64, 56, 152>;
+using IndexConfig64 = Config<Element, 64, 64, 192, 64, 4, false, 2, 64, 56, 152>;
 template <class Element>
-using IndexConfig128 = Config<Element, 128, 192, 64, 3, false, 2, 64, 56, 152>;
+using IndexConfig128 = Config<Element, 128, 128, 192, 64, 3, false, 2, 64, 56, 152>;
 template <class Element>
 using IndexConfig256 = Config256<Element>;
 
@@ -59,22 +74,20 @@ using CapConfig64 = ListConfig64<Element>;
 template <class Element>
 using CapConfig128 = Config128<Element>;
 template <class Element>
-using CapConfig256 = Config<Element, 256, 128, 32, 4, false, 1, 128, 40, 232>;
+using CapConfig256 = Config<Element, 256, 256, 128, 32, 4, false, 1, 128, 40, 232>;
 
 // With dropout; General: and with whatever else a call wants.
 template <class Element>
 using DropConfig64 = ListConfig64<Element>;
 template <class Element>
-using DropConfig128 = Config<Element, 128, 128, 128, 2, false, 2, 128, 40, 232>;
+using DropConfig128 = Config<Element, 128, 128, 128, 128, 2, false, 2, 128, 40, 232>;
 template <class Element>
 using DropConfig256 = Config256<Element>;
 template <class Element>
 using GeneralConfig64 = ListConfig64<Element>;
 template <class Element>
-using GeneralConfig128 = Config<Element, 128, 128, 64, 4, true, 1, 128, 40, 232>;
+using GeneralConfig128 = Config<Element, 128, 128, 128, 64, 4, true, 1, 128, 40, 232>;
 template <class Element>
 using GeneralConfig256 = CapConfig256<Element>;
-
-constexpr int32_t bucket_of(int32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
 }  // namespace flashmsa::fwd

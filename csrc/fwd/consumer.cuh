@@ -21,11 +21,11 @@ struct Consumer {
   using Element = typename Config::Element;
   using Params = KernelParams<Mask>;
   static constexpr int kScores = Config::kBlockKv / 2;   // S: 64 rows x block_kv over 128 threads
-  static constexpr int kOutputs = Config::kHeadDim / 2;  // O: 64 rows x head_dim
+  static constexpr int kOutputs = Config::kHeadDimV / 2;  // O: 64 rows x head_dim_v
   static constexpr int kQSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = Config::kBlockKv / 16;
   using ScoreMma = sm90::Wgmma<Config::kBlockKv, Element>;
-  using OutputMma = sm90::Wgmma<Config::kHeadDim, Element>;
+  using OutputMma = sm90::Wgmma<Config::kHeadDimV, Element>;
   using QOperand = sm90::KMajor<typename S::QTile>;
   using KOperand = sm90::KMajor<typename S::KTile>;
   using VOperand = sm90::MnMajor<typename S::VTile>;
@@ -463,7 +463,7 @@ struct Consumer {
   // SYNC: for this warpgroup alone; another one may write the same zeros.
   __device__ __forceinline__ void clear_unused(const KeyBlock& block) {
     using VTile = typename S::VTile;
-    constexpr int32_t kChunks = Config::kHeadDim / 8;
+    constexpr int32_t kChunks = Config::kHeadDimV / 8;
     int32_t first_key = block.first_key;
     const auto& place = work().entry.block;
     if constexpr (kScattered<Mask>) {
@@ -533,7 +533,7 @@ struct Consumer {
     }
     attn::scale_rows(y.o, inverse);
 #pragma unroll
-    for (int pass = 0; pass < kOutputs / kPass; ++pass) {
+    for (int pass = 0; pass < ceil_div(kOutputs, kPass); ++pass) {
       // SYNC: the store before, of this tile or of the last, has read the buffer.
       if (!kIndexed<Mask> && lane() == 0) sm90::wait_stores_read();
       __syncwarp();

@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include "core/philox.h"
-#include "fwd/config.h"
 #include "fwd/table.h"
 
 namespace flashmsa::fwd {
@@ -13,8 +12,11 @@ namespace {
 const std::vector<KernelEntry>& table() {
   static const std::vector<KernelEntry> entries = [] {
     std::vector<KernelEntry> all;
-    for (const auto& part : {entries_d64_bf16(),          entries_d64_fp16(),          entries_d128_bf16(),
-                             entries_d128_fp16(),         entries_d256_bf16(),         entries_d256_fp16(),
+    // Of kernels alike the narrowest first: find() takes the first that is wide enough.
+    for (const auto& part : {entries_d64_bf16(),          entries_d64_fp16(),          entries_d96_bf16(),
+                             entries_d96_fp16(),          entries_d128_bf16(),         entries_d128_fp16(),
+                             entries_d192x128_bf16(),     entries_d192x128_fp16(),     entries_d192_bf16(),
+                             entries_d192_fp16(),         entries_d256_bf16(),         entries_d256_fp16(),
                              score_entries_d64_bf16(),    score_entries_d64_fp16(),    score_entries_d128_bf16(),
                              score_entries_d128_fp16(),   score_entries_d256_bf16(),   score_entries_d256_fp16(),
                              dropout_entries_d64_bf16(),  dropout_entries_d64_fp16(),  dropout_entries_d128_bf16(),
@@ -35,7 +37,6 @@ bool rows_within_reach(const AttentionParams& p) {
 }
 
 const KernelEntry* find(const AttentionParams& params) {
-  const int32_t bucket = bucket_of(max_of(params.head_dim, params.head_dim_v));
   const bool softcap = params.softcap > 0, alibi = params.alibi_slopes != nullptr;
   // So unlikely that no draw is dropped: the same as none.
   const bool dropout = dropout_threshold(params.dropout_p) > 0;
@@ -47,7 +48,7 @@ const KernelEntry* find(const AttentionParams& params) {
   const auto serves = [&](const KernelInfo& info) {
     const bool options = info.softcap == softcap && info.alibi == alibi && info.dropout == dropout;
     return info.mask == kind && info.general == general && (general || options) && info.dtype == params.dtype &&
-           info.head_dim_bucket == bucket;
+           info.head_dim_bucket >= params.head_dim && info.head_dim_v_bucket >= params.head_dim_v;
   };
   for (const KernelEntry& entry : table()) {
     if (serves(entry.info)) return &entry;

@@ -18,7 +18,8 @@ struct KernelInfo {
   bool dropout;             // of weights
   bool general;             // softcap, alibi and dropout in any order, as the call wants them
   DType dtype;
-  int32_t head_dim_bucket;  // serves head_dim and head_dim_v up to this
+  int32_t head_dim_bucket;    // serves head_dim up to this
+  int32_t head_dim_v_bucket;  // serves head_dim_v up to this
   int32_t block_q;          // rows of a tile
   int32_t block_kv;         // keys of a tile
   int32_t stages;           // of K and of V each
@@ -31,9 +32,10 @@ struct KernelInfo {
 // Every compiled kernel. Empty when the extension was built without CUDA.
 std::vector<KernelInfo> kernels();
 
-// The kernel that would run these params (mask kind, softcap, ALiBi, dropout, dtype, head dims); nullptr where none exists. Softcap,
-// ALiBi and dropout turn dense, causal and document masks into composite ones. A hash mask has kernels of its own, which
-// take rows and keys as they are; where the kernel found is another's, it runs them in sorted order.
+// The kernel that would run these params (mask kind, softcap, ALiBi, dropout, dtype, head dims): of those that can, the
+// narrowest. nullptr where none exists. Softcap, ALiBi and dropout turn dense, causal and document masks into composite
+// ones. A hash mask has kernels of its own, which take rows and keys as they are; where the kernel found is another's, it
+// runs them in sorted order.
 const KernelInfo* find_kernel(const AttentionParams& params);
 
 // Bytes of device memory that attention_forward needs beside its outputs: O(tiles + documents). 16-byte aligned; its

@@ -29,6 +29,7 @@ struct IndexedLoader {
   using Work = TileWork<Mask, Config>;
   using Element = typename Config::Element;
   static constexpr int32_t kChunks = Config::kHeadDim / 8;  // of 16 bytes in a row
+  static_assert(Config::kHeadDim == Config::kHeadDimV);
   static constexpr int32_t kRowsAtOnce = 32 / kChunks;
   static_assert(8 % kRowsAtOnce == 0 && kChunks <= 32);
 

@@ -174,8 +174,9 @@ template <class Mask, class Config, class Score>
 KernelEntry make_entry() {
   constexpr DType kDType = kDTypeOf<typename Config::Element>;
   KernelInfo info;
-  info.name = std::string("fwd_") + Mask::kName + Score::kName + "_d" + std::to_string(Config::kHeadDim) +
-              (kDType == DType::kF16 ? "_fp16" : "_bf16");
+  info.name = std::string("fwd_") + Mask::kName + Score::kName + "_d" + std::to_string(Config::kHeadDim);
+  if (Config::kHeadDimV != Config::kHeadDim) info.name += "x" + std::to_string(Config::kHeadDimV);
+  info.name += kDType == DType::kF16 ? "_fp16" : "_bf16";
   info.mask = Mask::kKind;
   info.softcap = Score::kSoftcap;
   info.alibi = Score::kAlibi;
@@ -183,6 +184,7 @@ KernelEntry make_entry() {
   info.general = Score::kGeneral;
   info.dtype = kDType;
   info.head_dim_bucket = Config::kHeadDim;
+  info.head_dim_v_bucket = Config::kHeadDimV;
   info.block_q = Config::kBlockQ;
   info.block_kv = Config::kBlockKv;
   info.stages = Config::kStages;
@@ -207,6 +209,17 @@ std::vector<KernelEntry> make_entries() {
 template <class Config>
 std::vector<KernelEntry> make_indexed_entries() {
   return {make_entry<mask::Hash, Config, attn::PlainScore>()};
+}
+
+// The masks whose rows see intervals of keys. CompositeConfig: of composite ones.
+template <class Config, class CompositeConfig>
+std::vector<KernelEntry> make_interval_entries() {
+  return {
+      make_entry<mask::Dense, Config, attn::PlainScore>(),
+      make_entry<mask::Causal, Config, attn::PlainScore>(),
+      make_entry<mask::Document, Config, attn::PlainScore>(),
+      make_entry<mask::Composite, CompositeConfig, attn::PlainScore>(),
+  };
 }
 
 // Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap, or a list.

@@ -148,7 +148,6 @@ struct Scheduler {
 template <class Mask, class Config, bool kKeyBlocks>
 struct Producer {
   using S = Shared<Mask, Config>;
-  static_assert(std::is_same_v<typename S::KTile, typename S::VTile>);
 
   const KernelParams<Mask>& params;
   S& shared;
@@ -185,11 +184,12 @@ struct Producer {
     }
   }
 
-  // The keys from first_key on into a buffer: K and V alike.
+  // The keys from first_key on into a buffer: K or V.
+  template <class Tile>
   __device__ __forceinline__ void load(const TileWork<Mask, Config>& tile, int32_t first_key, void* buffer,
                                        sm90::Barrier& full, const sm90::TensorMap& tensor) {
-    full.arrive_expect(S::KTile::kBytes);
-    sm90::load_tile<typename S::KTile, kMapRank<Mask>>(buffer, tensor, first_key, tile.keys(), full);
+    full.arrive_expect(Tile::kBytes);
+    sm90::load_tile<Tile, kMapRank<Mask>>(buffer, tensor, first_key, tile.keys(), full);
   }
 
   // Tile after tile: K(0), K(1), V(0), K(2), V(1), …, the order in which the consumers free the buffers. On the way Q of the
@@ -220,11 +220,11 @@ struct Producer {
           shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
           // SYNC: the consumers read it after full_k, of which this thread's arrival is a part.
           if constexpr (kKeyBlocks) shared.key_block[stage] = block;
-          load(tile, first_key, shared.k[stage], shared.full_k[stage], params.k);
+          load<typename S::KTile>(tile, first_key, shared.k[stage], shared.full_k[stage], params.k);
         }
         if (step > 0) {
           shared.empty_v[before].wait(S::KvRing::empty_parity(n - 1));
-          load(tile, previous, shared.v[before], shared.full_v[before], params.v);
+          load<typename S::VTile>(tile, previous, shared.v[before], shared.full_v[before], params.v);
         }
         previous = first_key;
         if (step == q_step) load_q(round + 1);

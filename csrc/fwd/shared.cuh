@@ -156,10 +156,16 @@ inline constexpr int kWorkSlots = 4;
 
 template <class Mask, class Config>
 struct Shared {
-  using QTile = sm90::SwizzledTile<Config::kBlockQ, Config::kHeadDim>;
-  using KTile = std::conditional_t<kPaged<Mask>, sm90::RowMajorTile<Config::kBlockKv, Config::kHeadDim>,
-                                   sm90::SwizzledTile<Config::kBlockKv, Config::kHeadDim>>;
-  using VTile = KTile;
+  // Columns in whole groups of 64: what TMA brings of a group past the tensor's columns is zeros, which nothing reads.
+  static constexpr int32_t kColumns = ceil_div(Config::kHeadDim, sm90::kSwizzleColumns) * sm90::kSwizzleColumns;
+  static constexpr int32_t kColumnsV = ceil_div(Config::kHeadDimV, sm90::kSwizzleColumns) * sm90::kSwizzleColumns;
+
+  template <int32_t kTileColumns>
+  using KvTile = std::conditional_t<kPaged<Mask>, sm90::RowMajorTile<Config::kBlockKv, kTileColumns>,
+                                    sm90::SwizzledTile<Config::kBlockKv, kTileColumns>>;
+  using QTile = sm90::SwizzledTile<Config::kBlockQ, kColumns>;
+  using KTile = KvTile<kColumns>;
+  using VTile = KvTile<kColumnsV>;
   using OTile = sm90::SwizzledTile<Config::kBlockQ, Config::kOColumns>;  // a warp stages its own 16 rows
 
   using KvRing = sm90::Ring<Config::kStages>;

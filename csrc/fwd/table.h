@@ -19,8 +19,14 @@ struct KernelEntry {
 // Defined by the files under instances/, one each.
 std::vector<KernelEntry> entries_d64_bf16();
 std::vector<KernelEntry> entries_d64_fp16();
+std::vector<KernelEntry> entries_d96_bf16();
+std::vector<KernelEntry> entries_d96_fp16();
 std::vector<KernelEntry> entries_d128_bf16();
 std::vector<KernelEntry> entries_d128_fp16();
+std::vector<KernelEntry> entries_d192x128_bf16();
+std::vector<KernelEntry> entries_d192x128_fp16();
+std::vector<KernelEntry> entries_d192_bf16();
+std::vector<KernelEntry> entries_d192_fp16();
 std::vector<KernelEntry> entries_d256_bf16();
 std::vector<KernelEntry> entries_d256_fp16();
 std::vector<KernelEntry> score_entries_d64_bf16();

@@ -3,12 +3,12 @@
 #include <limits>
 #include <stdexcept>
 
-#include "fwd/config.h"
 #include "prefill/table.h"
 
 namespace flashmsa::prefill {
 namespace {
 
+// Narrow kernels first.
 const std::vector<KernelEntry>& table() {
   static const std::vector<KernelEntry> entries = [] {
     std::vector<KernelEntry> all;
@@ -44,10 +44,10 @@ bool countable(const KernelEntry& entry, const PagedParams& p) {
 
 const KernelEntry* find(const PagedParams& p) {
   if (!served(p)) return nullptr;
-  const int32_t bucket = fwd::bucket_of(max_of(p.head_dim, p.head_dim_v));
+  const int32_t widest = max_of(p.head_dim, p.head_dim_v);
   const bool score = p.softcap > 0 || p.alibi_slopes != nullptr;
   for (const KernelEntry& entry : table()) {
-    if (entry.info.dtype == p.dtype && entry.info.head_dim_bucket == bucket &&
+    if (entry.info.dtype == p.dtype && entry.info.head_dim_bucket >= widest &&
         entry.info.query_pages == (p.query_pages != nullptr) && entry.info.score == score) {
       return countable(entry, p) ? &entry : nullptr;
     }

@@ -35,12 +35,16 @@ struct TileOrder {
   }
 };
 
-// Slices in a group for these shapes; heads that share a kv head count its bytes once.
+// Slices in a group for these shapes; heads that share a kv head count its bytes once. Groups are as even as they can be:
+// PERF: the longest tiles of a last group of few slices would start when all others end (d96 4x4096 causal, 64 slices in
+// groups of 21: a twelfth of the time).
 inline int32_t group_size(const AttentionParams& p, int32_t slices) {
   const int64_t kv_bytes = int64_t{p.len_kv} * (p.head_dim + p.head_dim_v) * 2;
   const int64_t ratio = p.heads_q / max_of(p.heads_kv, 1);
   const int64_t groups = max_of<int64_t>(1, kGroupBytes / max_of<int64_t>(kv_bytes, 1));
-  return static_cast<int32_t>(min_of<int64_t>(groups * ratio, slices));
+  const int64_t shared = ceil_div<int64_t>(slices, ratio);  // sets of slices that share a kv head
+  const int64_t count = max_of<int64_t>(1, ceil_div(shared, groups));
+  return static_cast<int32_t>(ceil_div(shared, count) * ratio);
 }
 
 }  // namespace flashmsa::sched

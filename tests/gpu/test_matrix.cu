@@ -323,6 +323,10 @@ void check_stage_rows_of_all_widths(Random& random) {
   check_stage_rows<Element, 256, 128, 0>(random);
   check_stage_rows<Element, 256, 128, 128>(random);
   check_stage_rows<Element, 256, 64, 192>(random);
+  // Fewer columns than the tile has.
+  check_stage_rows<Element, 96, 128, 0>(random);
+  check_stage_rows<Element, 96, 64, 64>(random);
+  check_stage_rows<Element, 192, 64, 128>(random);
 }
 
 GPU_TEST(stage_rows_bf16) { check_stage_rows_of_all_widths<__nv_bfloat16>(random); }

@@ -51,7 +51,8 @@ Matrix transpose(const Matrix& m) {
   return t;
 }
 
-// c += a b over the columns [first, last) of a; b has a's columns as rows. `size`: the same of magnitudes.
+// c += a b over the columns [first, last) of a; b has a's columns as rows, and columns that c may lack. `size`: the same
+// of magnitudes.
 void multiply(const Matrix& a, const Matrix& b, int first, int last, Matrix& c, Matrix& size) {
   for (int i = 0; i < a.rows; ++i) {
     double* c_row = &c(i, 0);
@@ -59,7 +60,7 @@ void multiply(const Matrix& a, const Matrix& b, int first, int last, Matrix& c, 
     for (int k = first; k < last; ++k) {
       const double x = a(i, k);
       const double* b_row = &b.values[size_t(k) * b.columns];
-      for (int j = 0; j < b.columns; ++j) {
+      for (int j = 0; j < c.columns; ++j) {
         c_row[j] += x * b_row[j];
         size_row[j] += std::fabs(x * b_row[j]);
       }
@@ -163,9 +164,10 @@ __global__ void __launch_bounds__(256, 1)
   }
 }
 
-// B of the register form: N x K and K-major, or as V lies, K x N.
+// B of the register form: N x K and K-major, or as V lies, K x N with whole groups of 64 columns.
 template <int kN, int kK, bool kTransB>
-using RegisterFormB = SwizzledTile<kTransB ? kK : kN, kTransB ? kN : kK>;
+using RegisterFormB =
+    SwizzledTile<kTransB ? kK : kN, kTransB ? ceil_div(kN, sm90::kSwizzleColumns) * sm90::kSwizzleColumns : kK>;
 
 // D (64 x N) = A B [+ C], one warpgroup, A in registers.
 template <class Element, int kN, int kK, bool kTransB>
@@ -359,10 +361,14 @@ GPU_TEST(accumulator_fragment) {
 
 GPU_TEST(wgmma_ss_n32_bf16) { check_ss<__nv_bfloat16, 32>(random); }
 GPU_TEST(wgmma_ss_n64_bf16) { check_ss<__nv_bfloat16, 64>(random); }
+GPU_TEST(wgmma_ss_n96_bf16) { check_ss<__nv_bfloat16, 96>(random); }
+GPU_TEST(wgmma_ss_n112_bf16) { check_ss<__nv_bfloat16, 112>(random); }
 GPU_TEST(wgmma_ss_n128_bf16) { check_ss<__nv_bfloat16, 128>(random); }
 GPU_TEST(wgmma_ss_n256_bf16) { check_ss<__nv_bfloat16, 256>(random); }
 GPU_TEST(wgmma_ss_n32_fp16) { check_ss<__half, 32>(random); }
 GPU_TEST(wgmma_ss_n64_fp16) { check_ss<__half, 64>(random); }
+GPU_TEST(wgmma_ss_n96_fp16) { check_ss<__half, 96>(random); }
+GPU_TEST(wgmma_ss_n112_fp16) { check_ss<__half, 112>(random); }
 GPU_TEST(wgmma_ss_n128_fp16) { check_ss<__half, 128>(random); }
 GPU_TEST(wgmma_ss_n256_fp16) { check_ss<__half, 256>(random); }
 
@@ -375,11 +381,16 @@ GPU_TEST(wgmma_rs_k_major_n64_fp16) { check_rs<__half, 64, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n128_fp16) { check_rs<__half, 128, false>(random); }
 GPU_TEST(wgmma_rs_k_major_n256_fp16) { check_rs<__half, 256, false>(random); }
 
+// Of N = 96 a group and a half.
 GPU_TEST(wgmma_rs_mn_major_n64_bf16) { check_rs<__nv_bfloat16, 64, true>(random); }
+GPU_TEST(wgmma_rs_mn_major_n96_bf16) { check_rs<__nv_bfloat16, 96, true>(random); }
 GPU_TEST(wgmma_rs_mn_major_n128_bf16) { check_rs<__nv_bfloat16, 128, true>(random); }
+GPU_TEST(wgmma_rs_mn_major_n192_bf16) { check_rs<__nv_bfloat16, 192, true>(random); }
 GPU_TEST(wgmma_rs_mn_major_n256_bf16) { check_rs<__nv_bfloat16, 256, true>(random); }
 GPU_TEST(wgmma_rs_mn_major_n64_fp16) { check_rs<__half, 64, true>(random); }
+GPU_TEST(wgmma_rs_mn_major_n96_fp16) { check_rs<__half, 96, true>(random); }
 GPU_TEST(wgmma_rs_mn_major_n128_fp16) { check_rs<__half, 128, true>(random); }
+GPU_TEST(wgmma_rs_mn_major_n192_fp16) { check_rs<__half, 192, true>(random); }
 GPU_TEST(wgmma_rs_mn_major_n256_fp16) { check_rs<__half, 256, true>(random); }
 // V of 32 keys: the groups of columns lie closer together.
 GPU_TEST(wgmma_rs_mn_major_n256_k32_bf16) { check_rs<__nv_bfloat16, 256, true, 32>(random); }

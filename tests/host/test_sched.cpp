@@ -52,8 +52,13 @@ void check_group_size(Random& random) {
   const int64_t head_bytes = 2 * int64_t{p.len_kv} * (p.head_dim + p.head_dim_v);
   CHECK(group == shared || group / shared * head_bytes <= sched::kGroupBytes, "%d slices of len_kv %d", group,
         p.len_kv);
-  CHECK(group == slices || (group / shared + 1) * head_bytes > sched::kGroupBytes,
-        "%d slices of len_kv %d could be more", group, p.len_kv);
+  // No more groups than have to be, and these as even as they can be.
+  const int64_t most = max_of<int64_t>(1, sched::kGroupBytes / max_of<int64_t>(1, head_bytes)) * shared;
+  const int64_t count = ceil_div<int64_t>(slices, group);
+  CHECK(count == ceil_div<int64_t>(slices, most), "%d of %d slices of len_kv %d could be more", group, slices,
+        p.len_kv);
+  CHECK(group == shared || ceil_div<int64_t>(slices, group - shared) > count, "%d of %d slices: a small group is left",
+        group, slices);
 }
 
 void check_buckets(int32_t max_count) {

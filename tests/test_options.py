@@ -203,6 +203,25 @@ def test_steep_slopes(target: Target, family: str) -> None:
         run_and_check(target, q, k, v, mask_for(family, 2, 150, 300), options=options)
 
 
+# By batch and head: none, flat, steep, so flat that 16 bits hold only pieces of it; rising with the distance; one that
+# 16 bits do not hold at all.
+SLOPES = ([0.0, 0.3, 2**-8, 1e-6], [1.7, -0.004, -0.5, 6e4])
+
+
+@ALL
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "family", ["dense", "causal", "top-left", "window", "window-keep", "document-causal", "dilated"]
+)
+def test_slopes_over_many_key_blocks(target: Target, family: str, head_dim: int) -> None:
+    """Blocks of keys before all rows of a tile, behind them and amid them, more of one kind or of the other."""
+    slopes = torch.tensor(SLOPES, device=target.device)
+    for len_q, len_kv in ((450, 450), (130, 700), (700, 300)):
+        q, k, v = make_qkv(target, 2, (4, 2), len_q, len_kv, head_dim)
+        mask = mask_for(family, 2, len_q, len_kv)
+        run_and_check(target, q, k, v, mask, options=Options(slopes=slopes), note=f"{len_q} x {len_kv}")
+
+
 @FEW
 @pytest.mark.parametrize("name", ["softcap", "alibi", "all"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)

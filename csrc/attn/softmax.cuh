@@ -20,10 +20,22 @@ inline constexpr float kLazyGrowth = 8.0f;
 // From here on the rounding of the bound itself would add to the growth: P would leave fp16's range at 2^25.
 inline constexpr float kLazyEnd = 0x1p20f;
 
+// What a block's S lacks, the same number for all keys of a row: nothing, or ALiBi's slope times a distance.
+struct NoShift {
+  static constexpr bool kNone = true;
+};
+struct BlockShift {
+  static constexpr bool kNone = false;
+  float slope;  // in units of S; S - slope * distance is meant
+  float slope_log2;  // in the exponent's
+  float distance[2];  // of a thread's two rows; of either sign
+};
+
 struct OnlineSoftmax {
   float reference[2] = {kNegativeInfinity, kNegativeInfinity};  // in the exponent's units; -inf: no visible key yet
   float sum[2] = {0.0f, 0.0f};  // over this thread's columns only, until finish()
-  int32_t limit[2] = {kAlwaysOutgrown, kAlwaysOutgrown};  // bits of the S that outgrows the reference
+  // Bits of the S that outgrows the reference. With shifts: of an S without any, and then of either sign.
+  int32_t limit[2] = {kAlwaysOutgrown, kAlwaysOutgrown};
 
   static constexpr int32_t kAlwaysOutgrown = INT32_MIN;
 
@@ -36,21 +48,28 @@ struct OnlineSoftmax {
   // PERF: an integer maximum of three (VIMNMX3) does two elements an instruction. The bits of positive floats are ordered
   // as integers, above those of all negative ones; NaN is above infinity. A limit that is not positive is no such bound:
   // raise() then sets one that every block outgrows (-0.0 has its bits, so equal counts), and looks at the floats itself.
-  template <int kCount>
-  __device__ __forceinline__ bool outgrown(const float (&s)[kCount]) const {
+  template <int kCount, class Shift = NoShift>
+  __device__ __forceinline__ bool outgrown(const float (&s)[kCount], const Shift& shift = Shift()) const {
     int32_t maximum[2] = {INT32_MIN, INT32_MIN};
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const int slot = sm90::Accumulator::row_slot(e);
       maximum[slot] = max(max(__float_as_int(s[e]), __float_as_int(s[e + 1])), maximum[slot]);
     }
-    return __any_sync(~0u, maximum[0] >= limit[0] || maximum[1] >= limit[1]);
+    if constexpr (Shift::kNone) {
+      return __any_sync(~0u, maximum[0] >= limit[0] || maximum[1] >= limit[1]);
+    } else {
+      const float own[2] = {fmaf(shift.slope, shift.distance[0], __int_as_float(limit[0])),
+                            fmaf(shift.slope, shift.distance[1], __int_as_float(limit[1]))};
+      return __any_sync(~0u, maximum[0] >= __float_as_int(own[0]) || own[0] < 0.0f ||
+                                 maximum[1] >= __float_as_int(own[1]) || own[1] < 0.0f);
+    }
   }
 
   // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take.
-  template <int kCount>
+  template <int kCount, class Shift = NoShift>
   __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float inverse_scale_log2,
-                                        float (&factor)[2]) {
+                                        float (&factor)[2], const Shift& shift = Shift()) {
     // Two chains a row: the even columns, the odd ones.
     float maximum[2] = {s[0], s[2]}, odd[2] = {s[1], s[3]};
 #pragma unroll
@@ -66,20 +85,30 @@ struct OnlineSoftmax {
       maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 1));
       maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 2));
       const float old_reference = reference[slot];
-      reference[slot] = fmaxf(old_reference, maximum[slot] * scale_log2);
+      if constexpr (Shift::kNone) {
+        reference[slot] = fmaxf(old_reference, maximum[slot] * scale_log2);
+      } else {
+        reference[slot] =
+            fmaxf(old_reference, fmaf(maximum[slot], scale_log2, -shift.slope_log2 * shift.distance[slot]));
+      }
       factor[slot] = sm90::exp2_approx(old_reference + offset(slot));
       sum[slot] *= factor[slot];
       const float bound = (reference[slot] + kLazyGrowth) * inverse_scale_log2;
-      const bool lazy = bound >= 0.0f && reference[slot] < kLazyEnd;
-      limit[slot] = lazy ? __float_as_int(bound) : kAlwaysOutgrown;
+      // NOTE: a bound below 0 may come to lie above it in a block with another shift.
+      const bool lazy = bound >= (Shift::kNone ? 0.0f : kNegativeInfinity) && reference[slot] < kLazyEnd;
+      limit[slot] = lazy ? __float_as_int(bound) : Shift::kNone ? kAlwaysOutgrown : __float_as_int(kNegativeInfinity);
     }
   }
 
   // S becomes P, packed as the A operand of PV; P is added to the rows' sums before it is rounded, and before dropout.
-  template <class Element, int kCount, class Kept = AllKept>
+  template <class Element, int kCount, class Kept = AllKept, class Shift = NoShift>
   __device__ __forceinline__ void exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2,
-                                               const Kept& kept = Kept()) {
-    const float minus[2] = {offset(0), offset(1)};
+                                               const Kept& kept = Kept(), const Shift& shift = Shift()) {
+    float minus[2] = {offset(0), offset(1)};
+    if constexpr (!Shift::kNone) {
+      minus[0] = fmaf(-shift.slope_log2, shift.distance[0], minus[0]);
+      minus[1] = fmaf(-shift.slope_log2, shift.distance[1], minus[1]);
+    }
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const int slot = sm90::Accumulator::row_slot(e);

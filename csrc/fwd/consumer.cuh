@@ -4,6 +4,7 @@
 #include "attn/dropout.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/masking.cuh"
+#include "attn/places.cuh"
 #include "attn/slow_rows.cuh"
 #include "attn/softmax.cuh"
 #include "fwd/indexed.cuh"
@@ -34,8 +35,14 @@ struct Consumer {
   S& shared;
   const int32_t warpgroup;  // 0 .. kConsumerWarpgroups - 1
   uint64_t q_descriptor, k_descriptor, v_descriptor;  // of stage 0
+  const PlaceOperands<Config>* places;  // kPlaces
+  uint64_t slope_descriptor;  // kPlaces: of the tile at hand, for rows amid the keys
   uint32_t round = 0;       // the tile at hand
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
+
+  // ALiBi by a k-step of its own, see attn/places.cuh.
+  static constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
+  using Shift = std::conditional_t<kPlaces, attn::BlockShift, attn::NoShift>;
 
   // S, and Q that makes it.
   struct Scores {
@@ -51,8 +58,9 @@ struct Consumer {
     attn::OnlineSoftmax softmax;
   };
 
-  __device__ __forceinline__ Consumer(const Params& params, S& shared, int32_t warpgroup)
-      : params(params), shared(shared), warpgroup(warpgroup) {
+  __device__ __forceinline__ Consumer(const Params& params, S& shared, int32_t warpgroup,
+                                      const PlaceOperands<Config>* places = nullptr)
+      : params(params), shared(shared), warpgroup(warpgroup), places(places) {
     const auto address = [](const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); };
     q_descriptor =
         QOperand::descriptor(address(shared.q[0]) + warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes);
@@ -73,6 +81,9 @@ struct Consumer {
   // A value that is the same in all lanes, made known as such. PERF: what decides loops and ring positions must be, or
   // descriptors leave the uniform registers and every wgmma waits for two moves (d128 dense: -12 %).
   static __device__ __forceinline__ int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
+  static __device__ __forceinline__ mask::Side uniform(mask::Side side) {
+    return static_cast<mask::Side>(uniform(static_cast<int32_t>(side)));
+  }
 
   // One arrival a warp: every lane has passed the wait that ends its reads.
   __device__ __forceinline__ void release(sm90::Barrier& barrier) {
@@ -136,8 +147,10 @@ struct Consumer {
 
   __device__ __forceinline__ void release_q() { release(shared.empty_q[S::QRing::stage(round)]); }
 
-  // S = Q K^T of the K stage at hand, in flight as one group.
-  __device__ __forceinline__ void issue_scores(Scores& x) {
+  // S = Q K^T of the K stage at hand, in flight as one group. kWithPlaces: less the penalties of rows on `side` of the keys,
+  // but for what is the same for all of a block.
+  template <bool kWithPlaces = false>
+  __device__ __forceinline__ void issue_scores(Scores& x, mask::Side side = mask::Side::kAmid) {
     const uint32_t stage = S::KvRing::stage(key_blocks);
     const uint64_t k_tile = k_descriptor + sm90::descriptor_step(stage * S::KTile::kBytes);
     const uint64_t q_tile = q_descriptor + sm90::descriptor_step(S::QRing::stage(round) * S::QTile::kBytes);
@@ -149,6 +162,10 @@ struct Consumer {
       } else {
         ScoreMma::ss(x.s, q_tile + QOperand::step(k), k_tile + KOperand::step(k), k > 0);
       }
+    }
+    // NOTE: last, because each step rounds the sum so far.
+    if constexpr (kWithPlaces) {
+      ScoreMma::ss(x.s, slope_descriptor + PlaceOperands<Config>::side_step(side), places->key_descriptor(), true);
     }
     sm90::wgmma_commit();
   }
@@ -247,10 +264,13 @@ struct Consumer {
 
   // In units of S.
   __device__ __forceinline__ float alibi_slope(const TileWork<Mask, Config>& tile) const {
-    int32_t batch = tile.batch;
-    if constexpr (kPaged<Mask>) batch = tile.entry.block.sequence;  // packed ones are one batch
-    const float slope = params.alibi_slopes[batch * params.alibi_stride_batch + tile.head] * params.alibi_factor;
     // PERF: known to be the same in all lanes it lies in a uniform register; three of the others stall beside the tensor core.
+    float slope;
+    if constexpr (kPlaces) {
+      slope = places->slope[S::WorkRing::stage(round)];
+    } else {
+      slope = fwd::alibi_slope(params, tile);
+    }
     return __shfl_sync(~0u, slope, 0);
   }
 
@@ -260,6 +280,22 @@ struct Consumer {
     const KeyBlock block = shared.key_block[S::KvRing::stage(key_blocks)];
     __syncwarp();
     return block;
+  }
+
+  // Where the warpgroup's rows stand. NOTE: read again for each block, because registers are few.
+  __device__ __forceinline__ mask::PositionSpan positions() const {
+    return places->positions[S::WorkRing::stage(round)][warpgroup];
+  }
+
+  // From the end of a block at `side` of which the rows stand to their positions. Amid the keys nothing is left to add.
+  __device__ __forceinline__ void set_distance(Shift& shift, int32_t first_key, const Rows& rows,
+                                               mask::Side side) const {
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int32_t before = first_key - rows.position[slot];
+      const int32_t distance = side == mask::Side::kBehind ? 1 - Config::kBlockKv - before : before;
+      shift.distance[slot] = side == mask::Side::kAmid ? 0.0f : static_cast<float>(distance);
+    }
   }
 
   // Softcap and ALiBi.
@@ -322,11 +358,11 @@ struct Consumer {
   }
 
   // The first key block, whose S is here: softmax, P. O is still empty.
-  __device__ __forceinline__ void first_block(Scores& x, Output& y, const Kept& kept) {
+  __device__ __forceinline__ void first_block(Scores& x, Output& y, const Kept& kept, const Shift& shift) {
     float factor[2];
     y.softmax = attn::OnlineSoftmax();
-    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept);
+    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept, shift);
     // NOTE: only now: O would otherwise hold its registers through the softmax.
 #pragma unroll
     for (int e = 0; e < kOutputs; ++e) y.o[e] = 0.0f;
@@ -338,10 +374,16 @@ struct Consumer {
   //   3. O arrives: V(i-1) and P are free; rescale O if so
   //   4. P(i) = 2^(S(i) - reference)
   template <bool kMasked>
-  __device__ __forceinline__ void next_block(Scores& x, Output& y, KeyBlock block, const Rows& rows) {
+  __device__ __forceinline__ void next_block(Scores& x, Output& y, KeyBlock block, const Rows& rows, Shift& shift,
+                                             mask::Side side = mask::Side::kAmid) {
     wait_k();  // 1
-    if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
-    issue_scores(x);
+    if constexpr (kNeedsKeyBlocks<Mask, Score> && (kMasked || !kPlaces)) block = key_block();
+    if constexpr (kPlaces && kMasked) side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
+    if constexpr (kPlaces && !kMasked) {
+      shift.distance[0] += Config::kBlockKv;
+      shift.distance[1] += Config::kBlockKv;
+    }
+    issue_scores<kPlaces>(x, side);
     // PERF: before P V, whose issue takes as long as the tensor core needs to get to its last step: P is in registers.
     const Kept kept = draw(block, rows);
     issue_output(y);
@@ -349,13 +391,18 @@ struct Consumer {
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(x.s);
     release_k();
-    if constexpr (!Score::kPlain) modify_scores(x, block, rows);
+    if constexpr (kPlaces) {
+      if (kMasked && side == mask::Side::kAmid) modify_scores(x, block, rows);
+    } else if constexpr (!Score::kPlain) {
+      modify_scores(x, block, rows);
+    }
     if constexpr (kMasked) mask_scores(x, block, rows);
-    const bool outgrown = y.softmax.outgrown(x.s);
+    if constexpr (kPlaces && kMasked) set_distance(shift, block.first_key, rows, side);
+    const bool outgrown = y.softmax.outgrown(x.s, shift);
 
     // 3. PERF: where there is more to do than the test, and at d64 anyway, the compiler moves a wait up into what P V should
-    // overlap (ALiBi at d128: +26 %). One in either branch stays behind the test.
-    if constexpr (!kMasked && Score::kPlain && Config::kHeadDim > 64) {
+    // overlap (ALiBi by additions at d128: +26 %). One in either branch stays behind the test.
+    if constexpr (!kMasked && (Score::kPlain || kPlaces) && Config::kHeadDim > 64) {
       sm90::wgmma_wait<0>();
     } else if (outgrown) {
       sm90::wgmma_wait_in_branch<true>();
@@ -367,11 +414,47 @@ struct Consumer {
     ++key_blocks;
     if (outgrown) {
       float factor[2];
-      y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
+      y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);
       attn::scale_rows(y.o, factor);
     }
 
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept);  // 4
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept, shift);  // 4
+  }
+
+  // What is left of a tile with ALiBi, from step `step` of `end` on: blocks that are looked at one by one, then those behind
+  // which all rows stand, then those before which they stand.
+  __device__ __forceinline__ void attend_places(Scores& x, Output& y, const Rows& rows, Shift& shift,
+                                                const mask::SideOrder& order, int32_t step, int32_t end) {
+#pragma unroll 1
+    for (; step < order.amid_end; ++step) next_block<true>(x, y, KeyBlock{}, rows, shift);
+    mask::Side side = mask::Side::kBehind;
+    // The place of the block before the first: next_block moves on.
+    int32_t first_key = order.behind_key - (step - 1) * Config::kBlockKv;
+    int32_t stop = order.behind_end;
+#pragma unroll 1
+    while (true) {
+      set_distance(shift, first_key, rows, side);
+      const int32_t blocks = uniform(max_of(stop - step, 0));
+      // PERF: counted as in attend().
+      const uint32_t stop_block = uniform(key_blocks + blocks);
+#pragma unroll 1
+      for (int32_t left = blocks; Config::kQInRegisters ? key_blocks != stop_block : left > 0; --left) {
+        next_block<false>(x, y, KeyBlock{}, rows, shift, side);
+      }
+      if (side == mask::Side::kBefore) return;
+      step += blocks;
+      side = mask::Side::kBefore;
+      first_key = places->order[S::WorkRing::stage(round)].before_key + (step - 1) * Config::kBlockKv;
+      stop = end;
+    }
+  }
+
+  // The tile's order, of whose steps this warpgroup's end at `end`.
+  __device__ __forceinline__ mask::SideOrder side_order(int32_t end) const {
+    mask::SideOrder order = places->order[S::WorkRing::stage(round)];
+    order.amid_end = uniform(min_of(order.amid_end, end));
+    order.behind_end = uniform(min_of(order.behind_end, end));
+    return order;
   }
 
   // All key blocks of the tile: partial ones first, then full ones without a test. Leaves the last P V to do.
@@ -379,7 +462,14 @@ struct Consumer {
     wait_k();
     [[maybe_unused]] KeyBlock block = {};
     if constexpr (kNeedsKeyBlocks<Mask, Score>) block = key_block();
-    issue_scores(x);
+    mask::Side side = mask::Side::kAmid;
+    if constexpr (kPlaces) {
+      // PERF: not again in each block, where it would have to go to uniform registers.
+      slope_descriptor =
+          places->slope_descriptor() + PlaceOperands<Config>::slot_step(uniform(S::WorkRing::stage(round)));
+      side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
+    }
+    issue_scores<kPlaces>(x, side);
 
     // In the shadow of the first S: what the rows may see, and how many blocks need a test.
     // PERF: a copy, which the compiler makes better loops of (d128: 2 %), where the registers suffice.
@@ -399,6 +489,13 @@ struct Consumer {
     };
 
     const Kept kept = draw(block, rows);
+    Shift shift;
+    mask::SideOrder order;
+    if constexpr (kPlaces) {
+      shift = {rows.slope, rows.slope * params.scale_log2, {0.0f, 0.0f}};
+      set_distance(shift, block.first_key, rows, side);
+      order = side_order(end);
+    }
 
     sm90::wgmma_wait<0>();
     sm90::pin_registers(x.s);
@@ -406,21 +503,27 @@ struct Consumer {
     key_blocks = uniform(key_blocks + 1);
     if constexpr (!Config::kQInRegisters) round = uniform(round);
     if constexpr (!kNeedsKeyBlocks<Mask, Score>) block = block_of(step);
-    if constexpr (!Score::kPlain) modify_scores(x, block, rows);
+    if constexpr (!Score::kPlain) {
+      if (!kPlaces || side == mask::Side::kAmid) modify_scores(x, block, rows);
+    }
     if (step < partial) mask_scores(x, block, rows);
-    first_block(x, y, kept);
+    first_block(x, y, kept, shift);
     if constexpr (kPaged<Mask>) {
       if (step < partial) clear_unused(block);
     }
     ++step;
+    if constexpr (kPlaces) {
+      attend_places(x, y, rows, shift, order, step, end);
+    } else {
 #pragma unroll 1
-    for (; step < partial; ++step) next_block<true>(x, y, block_of(step), rows);
-    // PERF: with Q in registers counted by the ring's position, which spares a move between register files a block (a
-    // document over everything at d128: +2 %); otherwise by the step (at d64 the other costs 1 %).
-    const uint32_t stop = uniform(key_blocks + (end - step));
+      for (; step < partial; ++step) next_block<true>(x, y, block_of(step), rows, shift);
+      // PERF: with Q in registers counted by the ring's position, which spares a move between register files a block (a
+      // document over everything at d128: +2 %); otherwise by the step (at d64 the other costs 1 %).
+      const uint32_t stop = uniform(key_blocks + (end - step));
 #pragma unroll 1
-    for (; Config::kQInRegisters ? key_blocks != stop : step < end; ++step) {
-      next_block<false>(x, y, kNeedsAllGroups<Mask, Score> ? block_of(step) : KeyBlock{}, rows);
+      for (; Config::kQInRegisters ? key_blocks != stop : step < end; ++step) {
+        next_block<false>(x, y, kNeedsAllGroups<Mask, Score> ? block_of(step) : KeyBlock{}, rows, shift);
+      }
     }
   }
 
@@ -689,10 +792,10 @@ struct Consumer {
       Output y;
       Span next = {};
       int32_t own_place = 0;
-      const int32_t steps = uniform(mine.steps), back = uniform(mine.back);
+      const int32_t planned_steps = uniform(mine.steps), planned_back = uniform(mine.back);
       if constexpr (!Config::kQInRegisters) wait_q(round);
       skip_blocks(mine.front);
-      if (steps > 0) {
+      if (planned_steps > 0) {
         attend(x, y, mine);  // 1
         if constexpr (!Config::kQInRegisters) release_q();
 
@@ -706,7 +809,9 @@ struct Consumer {
         if constexpr (!Config::kQInRegisters) release_q();
         more = open_tile(x, round + 1, next);
       }
-      skip_blocks(back);
+      // NOTE: where the loop leaves no registers for them, they are read again.
+      const int32_t steps = kPlaces ? uniform(work().span(warpgroup).steps) : planned_steps;
+      skip_blocks(kPlaces ? uniform(work().span(warpgroup).back) : planned_back);
 
       if (steps == 0) {  // 3
         store_empty();

@@ -2,7 +2,8 @@
 //
 // Roles       warpgroup 0, few registers: a producer thread (TMA; for rows by index three warps, indexed.cuh) and a
 //             scheduler thread in a warp of its own; warpgroups 1 …: consumers, 64 rows of the tile each.
-// Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, work slots: shared.cuh.
+// Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, work slots: shared.cuh. With ALiBi up to
+//             head dim 128 the operands of one more k-step of S: attn/places.cuh.
 // Barriers    full_* (TMA bytes) and empty_* (one arrival a consumer warp) for Q, K, V; full_work / empty_work for tiles.
 // Schedule    0. scheduler: take a tile number, decode it, publish it
 //             1. producer: load Q, K(0), K(1), V(0), K(2), V(1), …
@@ -23,7 +24,8 @@ template <class Mask, class Config, class Score>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_forward_kernel(const __grid_constant__ KernelParams<Mask> params) {
   extern __shared__ __align__(1024) char shared_memory[];
-  auto& shared = *reinterpret_cast<Shared<Mask, Config>*>(shared_memory);
+  auto& shared = *reinterpret_cast<Shared<Mask, Config>*>(shared_memory + kPlaceBytes<Mask, Config, Score>);
+  auto& places = *reinterpret_cast<PlaceOperands<Config>*>(shared_memory);
 
   // Warp-uniform, and known as such to the compiler: descriptors that depend on it stay in uniform registers.
   const int32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -37,6 +39,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     shared.init_barriers();
   }
+  constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
+  if constexpr (kPlaces) {
+    places.template fill<typename Config::Element>();
+    sm90::fence_async_proxy();
+  }
   __syncthreads();
 
   if (warpgroup == 0) {
@@ -47,16 +54,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         return IndexedLoader<Mask, Config>{params, shared, warp < kSchedulerWarp ? warp : warp - 1}.run();
       }
     } else if (threadIdx.x == 0) {
-      return Producer<Mask, Config, kNeedsKeyBlocks<Mask, Score>>{params, shared}.run();
+      return Producer<Mask, Config, kNeedsKeyBlocks<Mask, Score>, kPlaces>{params, shared, places}.run();
     }
     if (threadIdx.x == kSchedulerThread) {
       // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
-      Scheduler<Mask, Config>{params, shared}.run();
+      Scheduler<Mask, Config>{params, shared}.run([&](const TileWork<Mask, Config>& work, uint32_t slot) {
+        if constexpr (kPlaces) set_places(params, work, slot, places);
+      });
     }
   } else {
     sm90::setmaxnreg_inc<Config::kRegistersConsumer>();
-    Consumer<Mask, Config, Score>(params, shared, warpgroup - 1).run();
+    Consumer<Mask, Config, Score>(params, shared, warpgroup - 1, kPlaces ? &places : nullptr).run();
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 #include <type_traits>
@@ -114,6 +115,11 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.alibi_stride_batch = p.alibi_stride_batch;
   params.alibi_factor = std::min(static_cast<float>(p.alibi_step / p.scale), std::numeric_limits<float>::max());
   params.dropout = attn::make_dropout_params(p);
+  // As far as rows can be from keys, the penalty stays where the softmax may be lazy.
+  const double reach = 1.0 * p.len_q + p.len_kv + std::abs(1.0 * p.mask.position_offset);
+  params.largest_place_slope =
+      std::min<float>(attn::kLargestPlaceSlope, static_cast<float>(attn::kLazyEnd / (params.scale_log2 * reach)));
+  params.largest_gentle_slope = static_cast<float>(attn::kGentlePenalty / (p.scale * Config::kBlockKv));
   return params;
 }
 
@@ -148,9 +154,9 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
   const bool ahead = launch_ahead<Mask, Config>(p, grid, params, workspace, stream);
 
   const auto kernel = attention_forward_kernel<Mask, Config, Score>;
-  constexpr size_t kSharedBytes = sizeof(Shared<Mask, Config>);
+  constexpr size_t kBytes = kSharedBytes<Mask, Config, Score>;
   // Per device, and cheap: no state of ours to keep.
-  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  FLASHMSA_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   // The kernel's launch and prologue overlap that one (programmatic dependent launch).
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -158,7 +164,7 @@ void launch(const AttentionParams& p, void* workspace, int32_t num_sms, cudaStre
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid.ctas);
   config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
+  config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = ahead ? 1 : 0;
@@ -192,7 +198,7 @@ KernelEntry make_entry() {
   info.threads = Config::kThreads;
   info.registers_producer = Config::kRegistersProducer;
   info.registers_consumer = Config::kRegistersConsumer;
-  info.shared_memory = sizeof(Shared<Mask, Config>);
+  info.shared_memory = kSharedBytes<Mask, Config, Score>;
   return {info, &workspace_bytes<Mask, Config>, &launch<Mask, Config, Score>};
 }
 

@@ -113,6 +113,37 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
   }
 }
 
+// What ALiBi's k-step needs of a tile: its slope, where its rows stand, the order of its key blocks. By one thread.
+template <class Mask, class Config>
+__device__ __forceinline__ void set_places(const KernelParams<Mask>& params, const TileWork<Mask, Config>& work,
+                                           uint32_t slot, PlaceOperands<Config>& places) {
+  if (work.entry.row_block < 0) return;
+  const float slope = alibi_slope(params, work);
+  const bool fits = fabsf(slope) <= params.largest_place_slope;
+  places.slope[slot] = slope;
+  places.template set_slope<typename Config::Element>(slot, fits ? slope : 0.0f);
+  // SYNC: the consumers' wgmma reads it after full_work.
+  sm90::fence_async_proxy();
+  const auto& block = work.entry.block;
+  const int32_t first_row = work.first_row(), rows = min_of(Config::kBlockQ, work.end_row(params) - first_row);
+  const bool in_order = fits && Mask::positions_in_order(params.mask, block);
+  const bool behind_all =
+      in_order && fabsf(slope) <= params.largest_gentle_slope && Mask::sees_none_past(params.mask, block, first_row);
+  const int32_t first = in_order ? Mask::position(params.mask, block, first_row) : 0;
+  const auto span = [&](int32_t begin, int32_t end) {
+    if (!in_order) return mask::kEverywhere;
+    return behind_all ? mask::kBehindAll : mask::PositionSpan{first + begin, first + end - 1};
+  };
+#pragma unroll 1
+  for (int32_t w = 0; w < Config::kConsumerWarpgroups; ++w) {
+    // NOTE: of a warpgroup past the tensor's end the last row, which it takes for its own.
+    const int32_t end = min_of((w + 1) * sm90::kWarpgroupRows, rows);
+    places.positions[slot][w] = span(min_of(w * sm90::kWarpgroupRows, end - 1), end);
+  }
+  places.order[slot] =
+      mask::side_order(work.entry.tiles, Mask::origin(params.mask, block), span(0, rows), Config::kBlockKv);
+}
+
 // The thread that hands out tiles: takes a number, decodes it, publishes it to the producer and the consumers.
 // PERF: a thread of its own. Decoding takes 1500 cycles for a causal mask and several times that for a composite one; done
 // between two loads it held up the consumers.
@@ -130,12 +161,15 @@ struct Scheduler {
     return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : params.order.count();
   }
 
-  __device__ __forceinline__ void run() {
+  // on_tile(work, slot): what else a tile needs before it is published.
+  template <class OnTile>
+  __device__ __forceinline__ void run(const OnTile& on_tile) {
     int32_t tile = blockIdx.x;
     for (uint32_t round = 0;; ++round) {
       const uint32_t slot = S::WorkRing::stage(round);
       shared.empty_work[slot].wait(S::WorkRing::empty_parity(round));
       decode_tile<Mask, Config>(params, tile, shared.work[slot]);
+      on_tile(shared.work[slot], slot);
       shared.full_work[slot].arrive();
       if (tile >= params.order.count()) break;
       shared.begun[slot].wait_idly(S::WorkRing::full_parity(round));
@@ -144,13 +178,15 @@ struct Scheduler {
   }
 };
 
-// The thread that loads. kKeyBlocks: it tells the consumers each key block's place.
-template <class Mask, class Config, bool kKeyBlocks>
+// The thread that loads. kKeyBlocks: it tells the consumers each key block's place. kPlaces: key blocks come in an order of
+// their own.
+template <class Mask, class Config, bool kKeyBlocks, bool kPlaces>
 struct Producer {
   using S = Shared<Mask, Config>;
 
   const KernelParams<Mask>& params;
   S& shared;
+  const PlaceOperands<Config>& places;
 
   // NOTE: read in shared memory where needed: this thread's few registers do not hold it.
   __device__ __forceinline__ const TileWork<Mask, Config>& work(uint32_t round) const {
@@ -174,7 +210,13 @@ struct Producer {
   }
 
   // The key block of a step.
-  __device__ __forceinline__ KeyBlock key_block(const TileWork<Mask, Config>& tile, int32_t step) const {
+  __device__ __forceinline__ KeyBlock key_block(const TileWork<Mask, Config>& tile, uint32_t round,
+                                                int32_t step) const {
+    if constexpr (kPlaces) {
+      return {mask::first_key(tile.entry.tiles, Mask::origin(params.mask, tile.entry.block),
+                              places.order[S::WorkRing::stage(round)], step, Config::kBlockKv),
+              0};
+    }
     const int32_t index = tile.entry.tiles.visit(step);
     if constexpr (Mask::kListed) {
       return {Mask::key_tile(params.mask, tile.entry.block, index, Config::kBlockKv) * Config::kBlockKv,
@@ -215,7 +257,7 @@ struct Producer {
         int32_t first_key = 0;
         if (step < steps) {
           // PERF: a list is read before the wait for a free buffer, which hides the read.
-          const KeyBlock block = key_block(tile, step);
+          const KeyBlock block = key_block(tile, round, step);
           first_key = block.first_key;
           shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
           // SYNC: the consumers read it after full_k, of which this thread's arrival is a part.

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attn/dropout.cuh"
+#include "attn/places.cuh"
 #include "attn/score.cuh"
 #include "fwd/config.h"
 #include "mask/interval.h"
@@ -54,6 +55,8 @@ struct KernelParams {
   int64_t alibi_stride_batch;
   float alibi_factor;                  // from a slope to S's unit a key
   attn::DropoutParams dropout;         // Score::kDropout
+  float largest_place_slope;           // kPlaceStep: of slopes in units of S that it takes
+  float largest_gentle_slope;          // kPlaceStep: see attn::kGentlePenalty
 };
 
 using sched::Span;  // of a warpgroup's 64 rows
@@ -118,6 +121,14 @@ struct alignas(16) TileWork {
   __device__ sm90::Sequence keys() const { return {kv_head, batch, residue}; }
 };
 
+// ALiBi's slope of a tile in units of S.
+template <class Mask, class Config>
+__device__ __forceinline__ float alibi_slope(const KernelParams<Mask>& params, const TileWork<Mask, Config>& tile) {
+  int32_t batch = tile.batch;
+  if constexpr (kPaged<Mask>) batch = tile.entry.block.sequence;  // packed ones are one batch
+  return params.alibi_slopes[batch * params.alibi_stride_batch + tile.head] * params.alibi_factor;
+}
+
 // Where a key block's keys begin, and what of a listed cell may be seen; of scattered keys, the block's number in the ring.
 struct KeyBlock {
   int32_t first_key;
@@ -145,6 +156,12 @@ inline constexpr bool kNeedsKeyBlocks = Mask::kListed || ((Score::kAlibi || Scor
 // Whether the first keys of a block's groups are wanted of full blocks too.
 template <class Mask, class Score>
 inline constexpr bool kNeedsAllGroups = kScattered<Mask> && Score::kAlibi;
+
+// Whether ALiBi's penalties come by one more k-step of Q K^T: attn/places.cuh.
+// PERF: at head dim 256 penalties one by one cost 1 … 3 %, and the step would be 1/32 of the products.
+template <class Mask, class Config, class Score>
+inline constexpr bool kPlaceStep =
+    Score::kAlibi && !Score::kSoftcap && !Mask::kListed && !kScattered<Mask> && Config::kHeadDim <= 128;
 
 // Composite masks run over strided tensors too.
 template <class Mask>
@@ -213,5 +230,17 @@ struct Shared {
     sm90::fence_barrier_init();
   }
 };
+
+// A tile's slopes lie beside its work slot.
+template <class Config>
+using PlaceOperands = attn::PlaceOperands<Config::kBlockKv, kWorkSlots, Config::kConsumerWarpgroups>;
+
+// They lie before the rest of a kernel's shared memory. NOTE: not in one struct with it, of which nvcc 13.0 gets the offsets
+// wrong (an empty member without an address of its own).
+template <class Mask, class Config, class Score>
+inline constexpr uint32_t kPlaceBytes =
+    kPlaceStep<Mask, Config, Score> ? ceil_div<uint32_t>(sizeof(PlaceOperands<Config>), 1024u) * 1024u : 0;
+template <class Mask, class Config, class Score>
+inline constexpr size_t kSharedBytes = kPlaceBytes<Mask, Config, Score> + sizeof(Shared<Mask, Config>);
 
 }  // namespace flashmsa::fwd

@@ -198,6 +198,19 @@ struct Composite {
     return i + (params.positions_top_left ? 0 : params.len_kv - params.len_q) + params.position_offset;
   }
 
+  // Whether positions grow with the row inside the block.
+  static FLASHMSA_HD bool positions_in_order(const Params& params, const Block& block) {
+    return !params.positions_local || !has_documents(params) || block.one_document;
+  }
+
+  // Whether it is known that no row of the block from row i on sees a key past its own place.
+  // NOTE: inside a document what bounds a row at the right, less the row, never grows with it.
+  static FLASHMSA_HD bool sees_none_past(const Params& params, const Block& block, int32_t i) {
+    if (params.row_begin != nullptr || !block.one_document) return false;
+    const TwoRuns keys = row(params, block, i);
+    return max_of(keys.main.end, keys.first.end) - 1 <= position(params, block, i);
+  }
+
   // Whether the last key of one of len_q rows moves with the row.
   static bool ends_move(const BandArgs& band, int32_t len_q, int32_t len_kv) {
     bool any = false;

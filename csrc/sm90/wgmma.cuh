@@ -13,13 +13,15 @@
 
 namespace flashmsa::sm90 {
 
-// ---- Descriptors of shared-memory operands (PTX ISA, "Matrix-descriptor"): swizzle 128 B ----------------------------
+// ---- Descriptors of shared-memory operands (PTX ISA, "Matrix-descriptor") -------------------------------------------
 
-// Both strides in bytes. The address is that of the first element; tiles are aligned to 1024 bytes.
+enum class Layout : uint64_t { kPlain = 0, kSwizzle128B = uint64_t{1} << 62 };
+
+// Both strides in bytes. The address is that of the first element; swizzled tiles are aligned to 1024 bytes.
+template <Layout kLayout = Layout::kSwizzle128B>
 __device__ __forceinline__ uint64_t make_descriptor(uint32_t shared_address, uint32_t leading_bytes,
                                                     uint32_t stride_bytes) {
-  constexpr uint64_t kSwizzle128B = uint64_t{1} << 62;
-  return kSwizzle128B | (uint64_t{(stride_bytes & 0x3FFFF) >> 4} << 32) |
+  return static_cast<uint64_t>(kLayout) | (uint64_t{(stride_bytes & 0x3FFFF) >> 4} << 32) |
          (uint64_t{(leading_bytes & 0x3FFFF) >> 4} << 16) | ((shared_address & 0x3FFFF) >> 4);
 }
 

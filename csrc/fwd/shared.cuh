@@ -173,7 +173,7 @@ inline constexpr int kWorkSlots = 4;
 
 template <class Mask, class Config>
 struct Shared {
-  // Columns in whole groups of 64: what TMA brings of a group past the tensor's columns is zeros, which nothing reads.
+  // Columns in whole groups of 64. Past the tensor's columns TMA brings zeros; past the config's width nothing reads them.
   static constexpr int32_t kColumns = ceil_div(Config::kHeadDim, sm90::kSwizzleColumns) * sm90::kSwizzleColumns;
   static constexpr int32_t kColumnsV = ceil_div(Config::kHeadDimV, sm90::kSwizzleColumns) * sm90::kSwizzleColumns;
 

@@ -236,7 +236,7 @@ def test_which_kernels_run() -> None:
         (WINDOW, 4, 4096, (8, 2), "cluster_decode_kernel"),
         (WINDOW, 4, 8200, (8, 2), "paged_decode_kernel"),
         (DENSE, 1, 1023, (16, 1), "attention_forward_kernel"),
-        (DENSE, 16, 30000, (16, 1), "paged_decode_kernel"),
+        (DENSE, 16, 60000, (16, 1), "paged_decode_kernel"),
         (DENSE, 4, 1024, (16, 1), "attention_forward_kernel"),
         (DENSE, 17, 9000, (16, 1), "attention_forward_kernel"),
         (document(0, 1, kv=(0, 2000)), 1, 2000, (4, 4), "attention_forward_kernel"),

@@ -47,7 +47,6 @@ struct PlaceOperands {
   // Of a tile: its rows' positions, 64 each, and the order of its full key tiles.
   mask::PositionSpan positions[kSlots][kWarpgroups];
   mask::SideOrder order[kSlots];
-  float slope[kSlots];  // in units of S, also where the step does not take it
 
   // The operand of slot 0 for rows amid the keys, which is all zeros; from there to other slots and sides.
   __device__ __forceinline__ uint64_t slope_descriptor() const {

@@ -265,13 +265,7 @@ struct Consumer {
   // In units of S.
   __device__ __forceinline__ float alibi_slope(const TileWork<Mask, Config>& tile) const {
     // PERF: known to be the same in all lanes it lies in a uniform register; three of the others stall beside the tensor core.
-    float slope;
-    if constexpr (kPlaces) {
-      slope = places->slope[S::WorkRing::stage(round)];
-    } else {
-      slope = fwd::alibi_slope(params, tile);
-    }
-    return __shfl_sync(~0u, slope, 0);
+    return __shfl_sync(~0u, fwd::alibi_slope(params, tile), 0);
   }
 
   // The key block at hand. NOTE: before release_k(), which gives its slot back.

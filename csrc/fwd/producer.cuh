@@ -120,7 +120,6 @@ __device__ __forceinline__ void set_places(const KernelParams<Mask>& params, con
   if (work.entry.row_block < 0) return;
   const float slope = alibi_slope(params, work);
   const bool fits = fabsf(slope) <= params.largest_place_slope;
-  places.slope[slot] = slope;
   places.template set_slope<typename Config::Element>(slot, fits ? slope : 0.0f);
   // SYNC: the consumers' wgmma reads it after full_work.
   sm90::fence_async_proxy();

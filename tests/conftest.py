@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import zlib
 
 import pytest
@@ -31,11 +33,34 @@ def gpu_skip_reason() -> str | None:
     return None
 
 
+def shard(text: str) -> tuple[int, int]:
+    """(k, n) of "k/n"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of the tests: K/N with 1 <= K <= N, as 2/3")
+    return int(found[1]), int(found[2])
+
+
+def in_shard(name: str, part: tuple[int, int]) -> bool:
+    """Whether a test is in the k-th of n parts: by its name, so in one part whatever else is selected."""
+    k, n = part
+    return zlib.crc32(name.encode()) % n == k - 1
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="K/N", type=shard, help="only the K-th of N parts of the tests, by their names")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU of compute capability 9.0 and the compiled kernels")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--shard")
+    if part is not None:
+        others = [item for item in items if not in_shard(item.nodeid, part)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if in_shard(item.nodeid, part)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = gpu_skip_reason() if marked else None
     if reason is not None:

@@ -470,7 +470,7 @@ FEW_WIDTHS = [(64, 64), (128, 128), (256, 256)]
 @pytest.mark.parametrize("kind", KERNELS)
 def test_the_narrowest_kernel_that_is_wide_enough(kind: int, options: tuple[bool, ...], dtype: torch.dtype) -> None:
     """Options: softcap, ALiBi, dropout."""
-    widths = FEW_WIDTHS if any(options) or KERNELS[kind] == "block_sparse" else WIDTHS
+    widths = FEW_WIDTHS if any(options) or KERNELS[kind] in ("block_sparse", "hash") else WIDTHS
     for dims in itertools.product(range(8, 257, 8), repeat=2):
         kernel = _C.find_kernel(kind, dtype, *dims, *options)
         fitting = [x for x in widths if x[0] >= dims[0] and x[1] >= dims[1]]

@@ -58,9 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--shard")
     if part is not None:
-        others = [item for item in items if not in_shard(item.nodeid, part)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if in_shard(item.nodeid, part)]
+        sorted_out: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            sorted_out[in_shard(item.nodeid, part)].append(item)
+        config.hook.pytest_deselected(items=sorted_out[False])
+        items[:] = sorted_out[True]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = gpu_skip_reason() if marked else None
     if reason is not None:

@@ -25,7 +25,7 @@ struct FewQueriesModel {
   constexpr double forward() const {
     const int64_t rounds = ceil_div(heads, static_cast<int64_t>(kSms));
     const double compute = static_cast<double>(rounds * keys) * (4 + static_cast<double>(head_dim) / 28);
-    return compute > 1.06 * read() ? compute : 1.06 * read();
+    return max_of(compute, 1.06 * read());
   }
 
   // A group of rows reads the keys, the next group reads them again; parts are begun and merged. Clusters merge fastest.

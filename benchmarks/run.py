@@ -9,7 +9,7 @@
     python benchmarks/run.py --group masks --peers cudnn,flash,fa4,flex,flex-fa4
                                                      with FlexAttention, by Triton and by flash-attn-4's kernel
     FLASHMSA_FA4_SITE=PATHS python benchmarks/run.py flash-attn-4 from where its wheels were unpacked
-    python benchmarks/run.py --steady                also seconds of launches of six cases, with energy
+    python benchmarks/run.py --steady                also seconds of launches of six cases, with energy (or: all)
     python benchmarks/run.py --ncu d128-4x4096-dense one case under Nsight Compute
     python benchmarks/run.py --dry-run               everything on the CPU with tiny shapes; the figures mean nothing
 
@@ -71,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--flex", action="store_true", help="FlexAttention too (compiles each case)")
     add("--candidate", action="append", default=[], metavar="NAME=MODULE:ATTR", help="add or replace a candidate")
     add("--layout", choices=("bhsd", "bshd"), default="bhsd", help="memory order of q, k, v")
-    add("--steady", nargs="?", const=",".join(STEADY_CASES), default="", help="cases for the steady state")
+    add("--steady", nargs="?", const=",".join(STEADY_CASES), default="", help="cases for the steady state, or all")
     add("--seconds", type=float, default=2.0, help="steady state: seconds of launches of each candidate")
     add("--out", type=Path, default=RESULTS, help="a .json file, or the folder for one")
     add("--commit", help="what to record as the commit, where this is no git checkout")
@@ -185,7 +185,7 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
     if unit.group == "decode":
         report.add_cache_figures(record, unit.lanes, unit.whole)
         cache_candidates.release()
-    if unit.name in args.steady.split(",") and unit.group in STEADY_GROUPS:
+    if is_steady(unit, args):
         add_steady(record, lanes, calls, device, nvml, args)
     return record
 
@@ -239,6 +239,7 @@ def add_steady(
     results = timing.steady(device, calls, estimate, nvml, args.seconds, min(0.5, args.seconds))
     for label, lane in lanes.items():
         record["lanes"][label]["steady"] = report.steady_figures(lane, results[label], device.sm_count)
+    report.add_steady_ratios(record)
 
 
 # A run
@@ -306,8 +307,12 @@ def result_path(out: Path, data: dict[str, Any]) -> Path:
     return out / f"{gpu}-{stamp}.json"
 
 
+def is_steady(unit: Unit, args: argparse.Namespace) -> bool:
+    return unit.group in STEADY_GROUPS and (args.steady == "all" or unit.name in args.steady.split(","))
+
+
 def check_steady(units: list[Unit], args: argparse.Namespace) -> None:
-    wanted = {name for name in args.steady.split(",") if name}
+    wanted = {name for name in args.steady.split(",") if name} - {"all"}
     strange = wanted - {unit.name for unit in units if unit.group in STEADY_GROUPS}
     if strange:
         raise UsageError(f"--steady: {', '.join(sorted(strange))} not among the chosen units; see --list")

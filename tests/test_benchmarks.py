@@ -654,6 +654,41 @@ def test_steady_figures_turn_power_into_energy_per_flop() -> None:
     assert report.steady_figures(Lane("x", "x", case), timing.Steady(parts), 132)["joules_per_tflop"] is None
 
 
+def steady_unit(case: Case, **lanes: tuple[float, float | None]) -> dict:
+    """A forward unit whose lanes ran steadily at (TFLOP/s, watts)."""
+    records = {}
+    for name, (tflops, power) in lanes.items():
+        part = timing.Slice(10, 10 * case.flops / (tflops * 1e9), 0.0, 1.0, 1500.0)
+        result = timing.Steady([part], [] if power is None else [power], [1500.0])
+        records[name] = lane_record(name, case, tflops)
+        records[name]["steady"] = report.steady_figures(Lane(name, name, case), result, 132)
+    unit = unit_record("forward", case.name, records)
+    report.add_steady_ratios(unit)
+    return unit
+
+
+def test_steady_state_is_judged_by_the_fastest_peer_and_by_the_one_that_needs_least_energy() -> None:
+    dense, causal = Case(4, 16, 4096, 128), Case(4, 16, 4096, 128, "causal")
+    units = [
+        steady_unit(dense, flashmsa=(660.0, 660.0), cudnn=(500.0, 450.0), fa4=(600.0, 690.0)),
+        steady_unit(causal, flashmsa=(500.0, 600.0), cudnn=(500.0, 500.0), fa4=(400.0, None)),
+    ]
+    assert units[0]["derived"]["steady"] == {
+        "best_peer": "fa4",
+        "of_peer": pytest.approx(1.1),
+        "energy_of_peer": pytest.approx(1.0 / 0.9),  # cuDNN's 0.9 J
+    }
+    summary = report.summarise(units)["steady"]
+    assert summary["geometric_mean"] == pytest.approx(1.1**0.5) and summary["by_head_dim"] == {
+        "128": summary["geometric_mean"]
+    }
+    assert summary["minimum_case"] == causal.name and summary["minimum"] == pytest.approx(1.0)
+    assert summary["most_energy_case"] == causal.name and summary["most_energy"] == pytest.approx(1.2)
+    alone = steady_unit(dense, flashmsa=(660.0, 660.0))
+    assert alone["derived"]["steady"] == {"best_peer": None, "of_peer": None, "energy_of_peer": None}
+    assert report.summarise([alone])["steady"] is None
+
+
 # Figures
 
 
@@ -937,6 +972,8 @@ def test_dry_run_goes_through_every_device_group(tmp_path: Path, monkeypatch: py
     assert forward["d64-4x64-causal-h1"]["differences"]["flashmsa"] < run.WRONG
     assert "steady" in forward["d64-4x64-causal-h1"]["lanes"]["flashmsa"]
     assert "steady" not in forward["d64-4x64-dense-h1"]["lanes"]["flashmsa"]
+    assert forward["d64-4x64-causal-h1"]["derived"]["steady"]["best_peer"] == "cudnn"
+    assert data["summary"]["steady"]["cases"] == 1 and "steady state / best peer" in printed
     assert data["summary"]["one_document_of_plain"]["geometric_mean"] > 0
     assert "these figures say nothing" in printed and "d128-1x256-document-h1-seed1" in printed
 
@@ -1074,6 +1111,15 @@ def test_bad_arguments_name_the_choices(tmp_path: Path) -> None:
         run.main(["--dry-run", "--group", "forward", "--cases", "d512"])
     with pytest.raises(ValueError, match=r"--steady: d128-nowhere"):
         run.main(["--dry-run", "--group", "forward", "--steady", "d128-nowhere"])
+
+
+def test_steady_state_of_all_units_or_some() -> None:
+    units = run.chosen_units(run.parse(["--group", "forward,host"]), ["flashmsa"])
+    every, six = run.parse(["--steady", "all"]), run.parse(["--steady"])
+    run.check_steady(units, every)
+    assert sum(run.is_steady(unit, every) for unit in units) == 24
+    assert sum(run.is_steady(unit, six) for unit in units) == 6
+    assert not any(run.is_steady(unit, run.parse([])) for unit in units)
 
 
 def test_list_prints_units_without_running_them(capsys) -> None:

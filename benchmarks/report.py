@@ -33,6 +33,10 @@ RESULT_KEYS = (
 UNIT_KEYS = ("group", "name", "lanes", "skipped", "derived")
 
 
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
 def tensor_utilisation(flops: float, seconds: float, mhz: float | None, sm_count: int) -> float | None:
     """FLOPs / (SMs * 4096 * SM cycles), the figure that the card's clock does not move."""
     return None if mhz is None else flops / (sm_count * TENSOR_FLOPS_PER_CYCLE * mhz * 1e6 * seconds)
@@ -60,8 +64,7 @@ def steady_figures(lane: Lane, result: Steady, sm_count: int) -> dict[str, Any]:
     """The same under sustained load, with the energy of a TFLOP: joules = watts / (TFLOP/s)."""
     ms = result.ms_per_launch()
     rate = lane.flops / (ms * 1e9)
-    power = sum(result.watts) / len(result.watts) if result.watts else None
-    mhz = sum(result.mhz) / len(result.mhz) if result.mhz else None
+    power, mhz = mean(result.watts), mean(result.mhz)
     return {
         "launches": sum(part.launches for part in result.slices),
         "ms": ms,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 import sys
 import time
 import types
@@ -19,7 +20,19 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cache_candidates, candidates, cases, device, gradient_candidates, ncu, plot, report, run, timing
+from benchmarks import (
+    cache_candidates,
+    candidates,
+    cases,
+    device,
+    gradient_candidates,
+    limits,
+    ncu,
+    plot,
+    report,
+    run,
+    timing,
+)
 from benchmarks.cache_cases import CacheCase, log_uniform_lengths
 from benchmarks.cases import Case, Draw, Lane, Unit
 
@@ -931,6 +944,81 @@ def test_ncu_leaves_the_clocks_alone_and_calls_the_child() -> None:
     assert ncu.parse("==ERROR== no kernels") == []
 
 
+# Limits
+
+
+def test_limits_have_a_row_for_each_kind_of_kernel() -> None:
+    names = [row.name for row in limits.rows()]
+    assert len(set(names)) == len(names)
+    dims = {(row.case.head_dim, row.case.value_dim) for row in limits.rows() if row.candidate == "flashmsa"}
+    assert dims == {(dim, dim) for dim in cases.HEAD_DIMS} | set(cases.OTHER_DIMS)
+    for mask in ("dense", "causal"):
+        assert f"flashmsa d192x128-4x4096-{mask}-h16" in names and f"flashmsa-backward d64-4x4096-{mask}" in names
+    assert all(row.candidate in candidates.FACTORIES for row in limits.rows())
+    assert [row.name for row in limits.chosen("page16")] == ["flashmsa-cache-page16 d128-32x8192-32of8"]
+    with pytest.raises(ValueError, match=r"--limits: nothing matches 'd512'"):
+        limits.chosen("d512")
+
+
+def test_a_kernel_is_limited_by_power_where_it_is_reached_and_by_its_fullest_units() -> None:
+    shares = {"tensor pipe": 0.92, "shared memory": 0.84, "exp unit": 0.46}
+    assert limits.limited_by(shares) == ["tensor pipe", "shared memory"]
+    assert limits.limited_by(shares | {limits.POWER: 0.99}) == ["power", "tensor pipe", "shared memory"]
+    assert limits.limited_by(shares | {limits.POWER: 0.8}) == ["tensor pipe", "shared memory"]
+    assert limits.limited_by({}) == []
+
+
+def profiled(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], kernels: dict[str, dict[str, str]], code: int = 0
+) -> list:
+    """In place of ncu: writes those kernels to its log and calls those rows started. Returns the commands."""
+    commands = []
+
+    def run_ncu(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        commands.append(command)
+        Path(command[command.index("--log-file") + 1]).write_text(ncu_output(kernels))
+        printed = "".join(f"==PROF==\n{limits.STARTED}{name}\n" for name in names)
+        return subprocess.CompletedProcess(command, code, printed, "its last words")
+
+    monkeypatch.setattr(ncu, "find_program", lambda: "ncu")
+    monkeypatch.setattr(ncu, "known_metrics", lambda program, wanted: (wanted, []))
+    monkeypatch.setattr(limits.subprocess, "run", run_ncu)
+    return commands
+
+
+def test_limits_pair_rows_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, shared = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
+    kernels = {"fwd": {ncu.CYCLES: "1000000", tensor: "92.5"}, "bwd": {ncu.CYCLES: "2,000,000", shared: "n/a"}}
+    commands = profiled(monkeypatch, ["a", "b"], kernels)
+    found, absent = limits.profile("x")
+    assert list(found) == ["a", "b"] and found["a"][tensor] == 92.5 and found["b"]["name"] == "bwd" and absent == []
+    ((program, *rest),) = commands
+    assert program == "ncu" and rest[-2:] == ["--limits-child", "x"] and f"regex:{limits.MAIN_KERNELS}" in rest
+    assert rest[rest.index("--clock-control") + 1] == "none"
+
+
+@pytest.mark.parametrize("names, code", [(["a", "b", "c"], 0), ([], 0), (["a", "b"], 1)])
+def test_limits_refuse_what_does_not_match(monkeypatch: pytest.MonkeyPatch, names: list[str], code: int) -> None:
+    profiled(monkeypatch, names, {"fwd": {ncu.CYCLES: "1"}, "bwd": {ncu.CYCLES: "1"}}, code)
+    with pytest.raises(RuntimeError, match=r"2 main kernels of \d rows(.|\n)*its last words"):
+        limits.profile("x")
+
+
+def test_limits_as_a_table() -> None:
+    (row,) = limits.chosen("^flashmsa d128-4x4096-dense$")
+    cycles = row.flops / (132 * 4096) / 0.9  # nine tenths of them useful
+    kernel = {"name": "k", ncu.CYCLES: cycles, ncu.TIME: 1e6, limits.METRICS["tensor pipe"]: 92.4}
+    card = {"sm_count": 132, "power_limit_w": 700.0, "sm_max_mhz": 1980}
+    record = limits.row_record(row, kernel, {"watts": 693.0, "sm_mhz": 1485.0, "ms": 1.0}, card)
+    assert record["useful_tensor"] == pytest.approx(0.9) and record["clock"] == pytest.approx(0.75)
+    assert record["shares"] == {"tensor pipe": pytest.approx(0.924), "power": pytest.approx(0.99)}
+    head, _, line = limits.markdown([record]).splitlines()
+    assert line == "| forward d128-4x4096-dense | 92 | – | – | – | – | – | 99 | 90 | 75 | power, tensor pipe |"
+    assert head.count("|") == line.count("|")
+    unknown = limits.row_record(row, kernel, {"watts": None, "sm_mhz": None, "ms": 1.0}, {"sm_count": 132})
+    assert unknown["clock"] is None and limits.POWER not in unknown["shares"]
+
+
 # Whole runs, dry
 
 
@@ -1109,6 +1197,8 @@ def test_bad_arguments_name_the_choices(tmp_path: Path) -> None:
         run.main(["--dry-run", "--peers", "fa9"])
     with pytest.raises(ValueError, match=r"--cases: nothing in forward"):
         run.main(["--dry-run", "--group", "forward", "--cases", "d512"])
+    with pytest.raises(ValueError, match=r"--limits: nothing matches 'd512'"):
+        run.main(["--limits", "d512"])
     with pytest.raises(ValueError, match=r"--steady: d128-nowhere"):
         run.main(["--dry-run", "--group", "forward", "--steady", "d128-nowhere"])
 

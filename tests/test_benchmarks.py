@@ -593,6 +593,21 @@ def test_graph_times_are_per_launch_and_skip_the_first_round() -> None:
     assert {name: found.ms for name, found in times.items()} == {"a": [0.5] * 3, "b": [0.25] * 3}
 
 
+@pytest.mark.parametrize("name", ["flashmsa-eager", "sdpa"])
+def test_recorded_calls_are_recorded_and_others_are_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flashmsa")
+    monkeypatch.setattr(candidates.settings, "device", "cpu")
+    case = Case(1, 2, 16, 64, "causal")
+    with torch.no_grad():
+        context, call = candidates.host_call(name + candidates.RECORDED, case)
+        with context():
+            recorded = call()
+        context, call = candidates.host_call(name, case)
+        with context():
+            plain = call()
+    assert recorded.requires_grad and not plain.requires_grad and torch.equal(recorded, plain)
+
+
 def test_host_times_give_one_figure_per_call_and_enter_the_context() -> None:
     recorder, entered = Recorder(), []
 
@@ -1088,7 +1103,7 @@ def test_dry_run_with_the_cpu_backend(tmp_path: Path) -> None:
     arguments = ["--group", "forward,host,table", "--cases", "d64-4x64|d64-1x128|d128-1x128-dense-h1"]
     code, data = dry_run(tmp_path / "r.json", *arguments)
     assert code == 0
-    assert [unit["group"] for unit in data["units"]] == ["forward", "forward", *["host"] * 3, "table"]
+    assert [unit["group"] for unit in data["units"]] == ["forward", "forward", *["host"] * 4, "table"]
     assert all(unit["derived"]["of_sdpa"] > 0 for unit in data["units"] if unit["group"] == "host")
     assert "qkv+flashmsa" in data["units"][-1]["lanes"]
 

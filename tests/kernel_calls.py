@@ -350,9 +350,8 @@ def prepare_calls() -> Iterator[Call]:
             made = Pool(dtype, dim, page)
             yield Call("prepare", f"append, {name}{note}", "", lambda device, m=made, r=rope: m.append(r, device))
         yield Call("prepare", f"gather, {name}", "", lambda device, m=Pool(dtype, dim, page): m.gather(device))
-    small, skewed = Pool("bfloat16", 8, 1, heads=1), Pool("bfloat16", 24, 16, margin=4)
+    small = Pool("bfloat16", 8, 1, heads=1)
     yield Call("prepare", "gather rows too short for boxes", "", lambda device: small.gather(device))
-    yield Call("prepare", "gather rows off 16 bytes", "", lambda device: skewed.gather(device))
 
 
 def _sort(length: int, device: str) -> None:
@@ -373,12 +372,11 @@ class Pool:
     head_dim: int
     page: int
     heads: int = 2
-    margin: int = 0  # columns between two rows
 
     def tensors(self, device: str) -> tuple[Tensor, ...]:
         places = -(-200 // self.page)
-        shape = (3 * places, self.page, self.heads, self.margin + self.head_dim)
-        k, v = (torch.randn(shape, device=device, dtype=DTYPES[self.dtype])[..., self.margin :] for _ in "kv")
+        shape = (3 * places, self.page, self.heads, self.head_dim)
+        k, v = (torch.randn(shape, device=device, dtype=DTYPES[self.dtype]) for _ in "kv")
         table = torch.randperm(3 * places, dtype=torch.int32).view(3, places).to(device)
         return k, v, table, torch.tensor([150, 33, 0], dtype=torch.int32, device=device)
 

@@ -19,6 +19,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,11 +38,13 @@ from kernel_calls import PARTS, Call  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 RAN, FAILED = "ran: ", "failed: "
+GRACE = 8.0  # seconds for the calls in flight at the limit
 OURS = "flashmsa"  # part of every kernel's name
 # Compiled, and not to be reached from Python: each with its reason.
 NOT_CALLED = {
     "append_kernel<float": "append_kv takes fp16 and bf16 alone on a GPU",
     "gather_words_kernel<unsigned int>": "gather_pages takes fp16 and bf16 alone on a GPU",
+    "gather_words_kernel<unsigned short>": "rows of a cache begin at multiples of 16 bytes",
 }
 
 
@@ -60,7 +63,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--calls", default="", help="regular expression that a call's name must contain")
     add("--shard", type=shard, default=(1, 1), metavar="K/N", help="the K-th of N parts of the calls")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="processes beside each other")
-    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="no call starts later than that")
+    add(
+        "--limit",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="no call starts later, none ends much later",
+    )
     add("--names", action="store_true", help="compare the kernels that the calls launch with those of the extension")
     add("--list", action="store_true", help="print the calls and stop")
     add("--child", action="store_true", help=argparse.SUPPRESS)
@@ -88,6 +97,7 @@ def run_calls(calls: list[Call], device: str, deadline: float) -> int:
         if time.time() > deadline:
             break
         call.seed()
+        began = time.time()
         try:
             call.run(device)
             if device == "cuda":
@@ -96,7 +106,7 @@ def run_calls(calls: list[Call], device: str, deadline: float) -> int:
             failures += 1
             print(f"{FAILED}{call.name}: {str(error).splitlines()[0]}", flush=True)
         else:
-            print(f"{RAN}{call.name}", flush=True)
+            print(f"{RAN}{call.name}\t{time.time() - began:.2f}", flush=True)
     return 1 if failures else 0
 
 
@@ -108,15 +118,18 @@ def run_calls(calls: list[Call], device: str, deadline: float) -> int:
 class Findings:
     """What the processes said."""
 
-    ran: set[str] = field(default_factory=set)
+    ran: dict[str, float] = field(default_factory=dict)  # call to seconds
     failed: list[str] = field(default_factory=list)
     reports: Counter[str] = field(default_factory=Counter)  # first lines of what the sanitizer found
     summaries: list[str] = field(default_factory=list)
     noise: list[str] = field(default_factory=list)  # the last lines of a process that ended without a summary
 
-    def read(self, output: str) -> None:
+    def read(self, output: str, stopped: bool = False) -> None:
+        """Takes in what a process printed. stopped: it was, so that there is no summary."""
         lines = output.splitlines()
-        self.ran |= {line.removeprefix(RAN) for line in lines if line.startswith(RAN)}
+        for line in (line for line in lines if line.startswith(RAN)):
+            name, _, seconds = line.removeprefix(RAN).partition("\t")
+            self.ran[name] = float(seconds)
         self.failed += [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
         found = [line.removeprefix("=========").strip() for line in lines if line.startswith("=========")]
         summaries = [line for line in found if "SUMMARY" in line]
@@ -125,7 +138,7 @@ class Findings:
             if is_report(kind):
                 place = re.search(r"\bat (.*)", f"{kind} {following}")
                 self.reports[f"{kind} | {place[0][:200]}" if place else kind] += 1
-        if not summaries:
+        if not summaries and not stopped:
             self.noise += lines[-6:]
 
     @property
@@ -167,13 +180,25 @@ def sanitize(args: argparse.Namespace, program: str) -> int:
         for job in range(args.jobs):
             log = open(Path(folder) / f"{job}.txt", "w+")  # noqa: SIM115
             command = [*sanitizer_command(program, args.tool), *child_command(args, job, deadline)]
-            jobs.append((log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)))
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
+            jobs.append((log, subprocess.Popen(command, **options)))
         for log, process in jobs:
-            process.wait()
+            stopped = not ends(process, deadline + GRACE)
             log.seek(0)
-            findings.read(log.read())
+            findings.read(log.read(), stopped)
             log.close()
     return report(args, calls, findings, time.time() - started)
+
+
+def ends(process: subprocess.Popen, deadline: float) -> bool:
+    """Whether the process ends by itself. Later it is stopped, with what it started."""
+    try:
+        process.wait(None if deadline == float("inf") else max(0.0, deadline - time.time()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return False
+    return True
 
 
 def report(args: argparse.Namespace, calls: list[Call], findings: Findings, seconds: float) -> int:
@@ -187,6 +212,8 @@ def report(args: argparse.Namespace, calls: list[Call], findings: Findings, seco
         print(f"  {line}")
     for line, count in Counter(findings.summaries).items():
         print(f"  {count} x {line}")
+    if slow := sorted(findings.ran.items(), key=lambda item: -item[1])[:3]:
+        print(f"  slowest: {', '.join(f'{name} {taken:.1f} s' for name, taken in slow)}")
     left = [call.name for call in calls if call.name not in findings.ran]
     if left:
         print(f"  not run: {len(left)}, {left[0]} the first")

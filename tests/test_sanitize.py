@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import time
+
 import kernel_calls
 import pytest
 import sanitize
@@ -71,12 +76,12 @@ def test_jobs_share_out_a_shard() -> None:
 # What the sanitizer says
 
 CLEAN = """========= COMPUTE-SANITIZER
-ran: first
-ran: second
+ran: first\t0.5
+ran: second\t0.25
 ========= ERROR SUMMARY: 0 errors
 """
 INVALID = """========= COMPUTE-SANITIZER
-ran: first
+ran: first\t0.5
 ========= Invalid __global__ read of size 4 bytes
 =========     at void flashmsa::append_kernel<float>(Params)+0x1a0
 =========     by thread (0,0,0) in block (0,0,0)
@@ -86,7 +91,7 @@ HAZARD = """========= Error: Race reported between Write access at flashmsa::fwd
 =========     and Read access at flashmsa::fwd::kernel()+0x20 [16 hazards]
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
-CUT_SHORT = "========= COMPUTE-SANITIZER\nran: first\nSegmentation fault\n"
+CUT_SHORT = "========= COMPUTE-SANITIZER\nran: first\t0.5\nSegmentation fault\n"
 
 
 def findings_of(*outputs: str) -> sanitize.Findings:
@@ -99,12 +104,26 @@ def findings_of(*outputs: str) -> sanitize.Findings:
 def test_clean_output_is_clean() -> None:
     racecheck = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
     findings = findings_of(CLEAN, racecheck)
-    assert findings.clean and findings.ran == {"first", "second"}
+    assert findings.clean and findings.ran == {"first": 0.5, "second": 0.25}
 
 
 @pytest.mark.parametrize("output", [INVALID, HAZARD, CUT_SHORT, "failed: x: why\n" + CLEAN])
 def test_a_finding_is_never_clean(output: str) -> None:
     assert not findings_of(CLEAN, output).clean
+
+
+def test_a_process_that_was_stopped_tells_what_it_had_found() -> None:
+    for output, clean in ((CUT_SHORT, True), (INVALID, False)):
+        findings = sanitize.Findings()
+        findings.read(output.split("========= ERROR SUMMARY")[0], stopped=True)
+        assert findings.clean == clean and findings.ran == {"first": 0.5}
+
+
+def test_processes_are_stopped_behind_the_limit() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen(command, start_new_session=True)
+    assert not sanitize.ends(process, time.time() + 0.1) and process.returncode < 0
+    assert sanitize.ends(subprocess.Popen([sys.executable, "-c", ""]), float("inf"))
 
 
 def test_findings_are_told_once_with_their_place() -> None:
@@ -124,8 +143,8 @@ def two_calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     [
         (CLEAN, float("inf"), 1.0, 0),
         (INVALID, float("inf"), 1.0, 1),
-        (CLEAN.replace("ran: second\n", ""), float("inf"), 1.0, 1),  # a call is missing, and time was left
-        (CLEAN.replace("ran: second\n", ""), 20.0, 21.0, 3),
+        (CLEAN.replace("ran: second\t0.25\n", ""), float("inf"), 1.0, 1),  # a call is missing, and time was left
+        (CLEAN.replace("ran: second\t0.25\n", ""), 20.0, 21.0, 3),
     ],
 )
 def test_exit_codes(two_calls: list[Call], capsys, output: str, limit: float, seconds: float, code: int) -> None:
@@ -140,7 +159,7 @@ def test_a_call_that_fails_does_not_hold_up_the_next(capsys) -> None:
 
     calls = [Call("prepare", "a", "", fail), Call("prepare", "b", "", lambda device: None)]
     assert sanitize.run_calls(calls, "cpu", float("inf")) == 1
-    assert capsys.readouterr().out == "failed: a: q: no\nran: b\n"
+    assert re.fullmatch(r"failed: a: q: no\nran: b\t\d+\.\d\d\n", capsys.readouterr().out)
     assert sanitize.run_calls(calls[1:], "cpu", 0.0) == 0  # no time: nothing is said
     assert capsys.readouterr().out == ""
 

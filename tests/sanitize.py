@@ -70,6 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="no call starts later, none ends much later",
     )
+    add("--logs", type=Path, metavar="FOLDER", help="keep there what the processes print")
     add("--names", action="store_true", help="compare the kernels that the calls launch with those of the extension")
     add("--list", action="store_true", help="print the calls and stop")
     add("--child", action="store_true", help=argparse.SUPPRESS)
@@ -175,10 +176,12 @@ def sanitize(args: argparse.Namespace, program: str) -> int:
     if args.tool == "memcheck":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     findings, started = Findings(), time.time()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as unkept:
+        folder = args.logs or Path(unkept)
+        folder.mkdir(parents=True, exist_ok=True)
         jobs = []
         for job in range(args.jobs):
-            log = open(Path(folder) / f"{job}.txt", "w+")  # noqa: SIM115
+            log = open(folder / f"{args.tool}-{job}.txt", "w+")  # noqa: SIM115
             command = [*sanitizer_command(program, args.tool), *child_command(args, job, deadline)]
             options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
             jobs.append((log, subprocess.Popen(command, **options)))

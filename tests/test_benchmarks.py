@@ -1002,7 +1002,7 @@ def profiled(
 
 
 def test_limits_pair_rows_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor, shared = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
+    (tensor,), (shared, _) = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
     kernels = {"fwd": {ncu.CYCLES: "1000000", tensor: "92.5"}, "bwd": {ncu.CYCLES: "2,000,000", shared: "n/a"}}
     commands = profiled(monkeypatch, ["a", "b"], kernels)
     found, absent = limits.profile("x")
@@ -1022,13 +1022,18 @@ def test_limits_refuse_what_does_not_match(monkeypatch: pytest.MonkeyPatch, name
 def test_limits_as_a_table() -> None:
     (row,) = limits.chosen("^flashmsa d128-4x4096-dense$")
     cycles = row.flops / (132 * 4096) / 0.9  # nine tenths of them useful
-    kernel = {"name": "k", ncu.CYCLES: cycles, ncu.TIME: 1e6, limits.METRICS["tensor pipe"]: 92.4}
+    (tensor,), (reads, writes) = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
+    kernel = {"name": "k", ncu.CYCLES: cycles, ncu.TIME: 1e6, tensor: 92.4, reads: 45.0, writes: 22.5}
     card = {"sm_count": 132, "power_limit_w": 700.0, "sm_max_mhz": 1980}
     record = limits.row_record(row, kernel, {"watts": 693.0, "sm_mhz": 1485.0, "ms": 1.0}, card)
     assert record["useful_tensor"] == pytest.approx(0.9) and record["clock"] == pytest.approx(0.75)
-    assert record["shares"] == {"tensor pipe": pytest.approx(0.924), "power": pytest.approx(0.99)}
+    assert record["shares"] == {
+        "tensor pipe": pytest.approx(0.924),
+        "shared memory": pytest.approx(0.675),
+        "power": pytest.approx(0.99),
+    }
     head, _, line = limits.markdown([record]).splitlines()
-    assert line == "| forward d128-4x4096-dense | 92 | – | – | – | – | – | 99 | 90 | 75 | power, tensor pipe |"
+    assert line == "| forward d128-4x4096-dense | 92 | – | 68 | – | – | – | 99 | 90 | 75 | power, tensor pipe |"
     assert head.count("|") == line.count("|")
     unknown = limits.row_record(row, kernel, {"watts": None, "sm_mhz": None, "ms": 1.0}, {"sm_count": 132})
     assert unknown["clock"] is None and limits.POWER not in unknown["shares"]

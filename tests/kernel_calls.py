@@ -1,7 +1,7 @@
 """A small call for every compiled kernel: what sanitize.py runs. Calls are made from the tables of kernels, so that a
 new kernel has one too.
 
-Rows number 333, so that the last tile of queries and of keys is cut, and heads are so many that each SM gets a second
+Rows number 333, so that the last tile of queries and of keys is cut, and heads are so many that some SMs get a second
 tile: a kernel's buffers and barriers come round, and a tile's end meets the next one's beginning.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 import flashmsa
 
 LENGTH = 333
-MANY_HEADS = 80  # tiles of 192 rows: 160 for 132 SMs
+SMS = 132
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Fill = Callable[..., Tensor]  # torch.randn, or where values do not count torch.empty
 PARTS = ("forward", "backward", "paged", "prepare")
@@ -116,8 +116,8 @@ class Attention:
     dtype: str
     head_dim: int
     head_dim_v: int
-    heads: int = MANY_HEADS
-    heads_kv: int = MANY_HEADS // 2
+    heads: int
+    heads_kv: int
     length: int = LENGTH
     softcap: bool = False
     alibi: bool = False
@@ -159,26 +159,35 @@ def _attention_call(part: str, kernel: str, attention: Attention, note: str = ""
     return Call(part, name, kernel, attention.run, attention.explained)
 
 
+def many_heads(block_q: int) -> dict[str, int]:
+    """So many that there are more tiles than SMs."""
+    heads_kv = SMS // (2 * -(-LENGTH // block_q)) + 1
+    return {"heads": 2 * heads_kv, "heads_kv": heads_kv}
+
+
 def forward_calls() -> Iterator[Call]:
+    """Of fp16, which is the same code but for the conversions, a call each."""
     for row in flashmsa._C.kernels():
         widths = row["head_dim_bucket"], row["head_dim_v_bucket"]
-        options = {"softcap": row["softcap"], "alibi": row["alibi"], "dropout_p": 0.2 if row["dropout"] else 0.0}
+        every = row["dtype"] == "bfloat16"
+        options = many_heads(row["block_q"]) | {"softcap": row["softcap"], "alibi": row["alibi"]}
+        options["dropout_p"] = 0.2 if row["dropout"] else 0.0
         # What no kernel of its own serves beside dropout is the general ones'.
         options["alibi"] = options["alibi"] or (row["general"] and row["mask"] != "block_sparse")
-        for mask in MASKS_OF[row["mask"]]:
+        for mask in MASKS_OF[row["mask"]][: None if every else 1]:
             if mask == "dilated" and row["dropout"] and not row["general"]:
                 continue  # its draws are not in order: the general kernel's
             yield _attention_call("forward", row["name"], Attention(mask, row["dtype"], *widths, **options))
-        if row["mask"] == "dense":
-            narrow = tuple(width - 8 for width in widths)
-            yield _attention_call("forward", row["name"], Attention("dense", row["dtype"], *narrow), "narrower")
-        if row["mask"] == "causal":
-            sinks = Attention("causal", row["dtype"], *widths, sinks=True)
+        if row["mask"] == "dense" and every:
+            narrow = Attention("dense", row["dtype"], *(width - 8 for width in widths), **options)
+            yield _attention_call("forward", row["name"], narrow, "narrower")
+        if row["mask"] == "causal" and every:
+            sinks = Attention("causal", row["dtype"], *widths, sinks=True, **options)
             yield _attention_call("forward", row["name"], sinks, "sinks")
-    for dtype, dim in product(DTYPES, (64, 128)):
+    if flashmsa._C.kernels():
         # Sorted copies, moved by a kernel of their own.
-        attention = Attention("buckets", dtype, dim, dim, softcap=True)
-        yield _attention_call("forward", f"fwd_composite_softcap_d{dim}_{_short(dtype)}", attention)
+        attention = Attention("buckets", "bfloat16", 128, 128, **many_heads(128), softcap=True)
+        yield _attention_call("forward", "fwd_composite_softcap_d128_bf16", attention)
 
 
 def _short(dtype: str) -> str:
@@ -189,18 +198,18 @@ def backward_calls() -> Iterator[Call]:
     """A CTA has one tile of keys, so few heads do."""
     few = {"heads": 4, "heads_kv": 2, "gradients": True}
     for row in flashmsa._C.backward_kernels():
-        width = row["head_dim_bucket"]
+        width, every = row["head_dim_bucket"], row["dtype"] == "bfloat16"
         options = few | {"dropout_p": 0.2 if row["dropout"] else 0.0, "softcap": row["general"]}
         if row["packed"]:
             attention = Attention("long documents", row["dtype"], width, width, length=610, **options)
             yield _attention_call("backward", row["name"], attention)
             continue
         plain = not (row["dropout"] or row["general"])
-        masks = ("dense", "causal", "window of a prefix", "causal documents", "blocks") if plain else ("causal",)
+        masks = ("causal", "dense", "window of a prefix", "causal documents", "blocks")[: 5 if plain and every else 1]
         for mask, deterministic in product(masks, (False, True)):
             attention = Attention(mask, row["dtype"], width, width, deterministic=deterministic, **options)
             yield _attention_call("backward", row["name"], attention, "deterministic" if deterministic else "")
-        if plain:
+        if plain and every:
             others = {"buckets": {}, "dilated": {}, "pairs": {}, "dense": {"sinks": True}}
             for mask, more in others.items():
                 attention = Attention(mask, row["dtype"], width - 8, width - 8, **more, **options)
@@ -281,7 +290,16 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
     "clusters of twice the warps": {"length": 1500},
     "clusters of 16": {"heads": 16, "heads_kv": 8, "length": 8300},
     "shares": {"batch": 70, "heads": 4, "length": 300},
-    "shares of twice the warps": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 9000},
+    # NOTE: a causal mask of several queries is none of the plain kernels'.
+    "shares of twice the warps": {
+        "batch": 3,
+        "heads": 16,
+        "heads_kv": 1,
+        "len_q": 4,
+        "length": 9000,
+        "options": (("mask", None),),
+    },
+    "shares of twice the warps, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 9000},
     "shares, pages of 16": {"batch": 70, "heads": 4, "length": 300, "page": 16},
     "shares, pages of 1": {"batch": 70, "heads": 4, "length": 300, "page": 1},
     "shares, pages of 128": {"batch": 9, "heads": 16, "len_q": 4, "length": 9000, "page": 128},
@@ -290,6 +308,7 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
     "parts that no batch changes": {"batch": 2, "length": 3000, "page": 64, "options": (("batch_invariant", True),)},
     "chosen pages": {"batch": 3, "length": 3000, "page": 64, "chosen": True},
 }
+OWN_KERNELS = ("clusters, two an SM", "clusters of twice the warps", "shares", "shares of twice the warps")
 # Where the general kernels alone serve.
 DECODE_OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"length": 1500, "softcap": True},
@@ -305,9 +324,8 @@ def paged_calls() -> Iterator[Call]:
         for note, paged in _paged_of(row):
             yield Call("paged", f"{row['name']}, {note}", row["name"], paged.run, paged.explained)
     # Gathered, then the forward kernel.
-    for dtype in DTYPES:
-        paged = Paged(dtype, 128, batch=2, len_q=300, length=700, page=16, softcap=True)
-        yield Call("paged", f"two stages, {_short(dtype)}", "", paged.run, lambda: "")
+    paged = Paged("bfloat16", 128, batch=2, len_q=300, length=700, page=16, softcap=True)
+    yield Call("paged", "two stages", "", paged.run)
 
 
 def _dtype_of(row: dict[str, Any]) -> str:
@@ -316,19 +334,24 @@ def _dtype_of(row: dict[str, Any]) -> str:
 
 def _paged_of(row: dict[str, Any]) -> Iterator[tuple[str, Paged]]:
     dtype, dim = _dtype_of(row), row["head_dim_bucket"]
+    every = dtype == "bfloat16"
     if row["path"] == "decode":
-        for (note, plan), sinks in product(DECODE_PLANS.items(), (False, True)):
+        plans = DECODE_PLANS if every else {note: DECODE_PLANS[note] for note in OWN_KERNELS}
+        for (note, plan), sinks in product(plans.items(), (False, True)):
             yield f"{note}, sinks" if sinks else note, Paged(dtype, dim, sinks=sinks, **plan)
+        if not every:
+            return
         for note, plan in DECODE_OPTIONS.items():
             yield note, Paged(dtype, dim, **plan)
         yield "narrower", Paged(dtype, dim - 8, **DECODE_PLANS["shares, pages of 16"])
         return
     # More rows of a kv head than decode takes, and more tiles than SMs.
-    chunk = {"heads": MANY_HEADS, "heads_kv": MANY_HEADS // 2, "len_q": 300, "length": 700}
+    chunk = many_heads(128) | {"len_q": 300, "length": 700}
     lists = {"chosen": "pages" in row["name"], "softcap": "score" in row["name"]}
-    for page in (8, 16, 128):
+    for page in (16, 8, 128) if every else (16,):
         yield f"pages of {page}", Paged(dtype, dim, page=page, **chunk, **lists)
-    yield "packed queries", Paged(dtype, dim, page=16, packed=True, sinks=True, **chunk | {"batch": 2}, **lists)
+    if every:
+        yield "packed queries", Paged(dtype, dim, page=16, packed=True, sinks=True, **chunk | {"batch": 2}, **lists)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

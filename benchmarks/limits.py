@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,23 @@ from benchmarks.device import TENSOR_FLOPS_PER_CYCLE
 MAIN_KERNELS = "attention_forward_kernel|attention_backward_kernel|paged_attention_kernel|decode_kernel"
 STARTED = "row: "  # the child's word ahead of each row that it launches
 
-# Limit to the metrics that add up to its share: percent of what the unit can do in the time that the kernel takes.
-# Shared memory's banks are read by wgmma and written by TMA, one or the other in a cycle.
+# Limit to metric: percent of what the unit can do in the time that the kernel takes.
+# Shared memory is the pipe of 128 bytes a cycle, which wgmma's operands and all loads and stores take; what TMA writes
+# does not take it. L2 is the busiest of its units.
 PERCENT = ".avg.pct_of_peak_sustained_elapsed"
 METRICS = {
-    "tensor pipe": (f"sm__pipe_tensor_cycles_active{PERCENT}",),
-    "exp unit": (f"sm__inst_executed_pipe_xu{PERCENT}",),
-    "shared memory": (f"l1tex__data_bank_reads{PERCENT}", f"l1tex__data_bank_writes{PERCENT}"),
-    "issue slots": (f"smsp__issue_active{PERCENT}",),
-    "L2": (f"lts__t_bytes{PERCENT}",),
-    "memory": (f"dram__throughput{PERCENT}",),
+    "tensor pipe": f"sm__pipe_tensor_cycles_active{PERCENT}",
+    "exp unit": f"sm__inst_executed_pipe_xu{PERCENT}",
+    "shared memory": f"l1tex__data_pipe_lsu_wavefronts{PERCENT}",
+    "issue slots": f"smsp__issue_active{PERCENT}",
+    "L2": f"lts__throughput{PERCENT}",
+    "memory": f"dram__throughput{PERCENT}",
 }
-# Recorded beside them.
+# Recorded beside them. Of a bank's peak, of two accesses a cycle, TMA's writes are twice what they are of 128 bytes.
 OTHERS = [
-    *(f"{name}{PERCENT}" for name in ("sm__inst_executed_pipe_fma", "sm__inst_executed_pipe_alu")),
-    *(f"{name}{PERCENT}" for name in ("l1tex__data_pipe_lsu_wavefronts", "lts__throughput")),
+    *(f"sm__inst_executed_pipe_{pipe}{PERCENT}" for pipe in ("fma", "alu")),
+    *(f"l1tex__data_bank_{way}{PERCENT}" for way in ("reads", "writes")),
+    f"lts__t_bytes{PERCENT}",
     ncu.INSTRUCTIONS,
 ]
 POWER = "power"
@@ -115,7 +117,7 @@ def profile(pattern: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     Raises RuntimeError, with ncu's last words, where rows and kernels do not match.
     """
     program = ncu.find_program()
-    metrics, absent = ncu.known_metrics(program, [ncu.TIME, ncu.CYCLES, *chain(*METRICS.values()), *OTHERS])
+    metrics, absent = ncu.known_metrics(program, [ncu.TIME, ncu.CYCLES, *METRICS.values(), *OTHERS])
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         inner = ["--limits-child", pattern]
@@ -152,8 +154,7 @@ def row_record(row: Row, kernel: dict[str, Any], steady: dict[str, Any], limits:
     limits: sm_count, and the card's power_limit_w and sm_max_mhz, where they are known.
     """
     cycles = kernel.get(ncu.CYCLES)
-    counted = {limit: parts for limit, parts in METRICS.items() if all(part in kernel for part in parts)}
-    shares = {limit: sum(kernel[part] for part in parts) / 100 for limit, parts in counted.items()}
+    shares = {limit: kernel[metric] / 100 for limit, metric in METRICS.items() if metric in kernel}
     watts, most_watts = steady.get("watts"), limits.get("power_limit_w")
     if watts and most_watts:
         shares[POWER] = watts / most_watts

@@ -1002,7 +1002,7 @@ def profiled(
 
 
 def test_limits_pair_rows_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    (tensor,), (shared, _) = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
+    tensor, shared = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
     kernels = {"fwd": {ncu.CYCLES: "1000000", tensor: "92.5"}, "bwd": {ncu.CYCLES: "2,000,000", shared: "n/a"}}
     commands = profiled(monkeypatch, ["a", "b"], kernels)
     found, absent = limits.profile("x")
@@ -1031,14 +1031,14 @@ def test_limits_take_power_and_clock_from_launches_back_to_back(monkeypatch: pyt
 def test_limits_as_a_table() -> None:
     (row,) = limits.chosen("^flashmsa d128-4x4096-dense$")
     cycles = row.flops / (132 * 4096) / 0.9  # nine tenths of them useful
-    (tensor,), (reads, writes) = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
-    kernel = {"name": "k", ncu.CYCLES: cycles, ncu.TIME: 1e6, tensor: 92.4, reads: 45.0, writes: 22.5}
+    tensor, shared = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
+    kernel = {"name": "k", ncu.CYCLES: cycles, ncu.TIME: 1e6, tensor: 92.4, shared: 67.6}
     card = {"sm_count": 132, "power_limit_w": 700.0, "sm_max_mhz": 1980}
     record = limits.row_record(row, kernel, {"watts": 693.0, "sm_mhz": 1485.0, "ms": 1.0}, card)
     assert record["useful_tensor"] == pytest.approx(0.9) and record["clock"] == pytest.approx(0.75)
     assert record["shares"] == {
         "tensor pipe": pytest.approx(0.924),
-        "shared memory": pytest.approx(0.675),
+        "shared memory": pytest.approx(0.676),
         "power": pytest.approx(0.99),
     }
     head, _, line = limits.markdown([record]).splitlines()

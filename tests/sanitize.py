@@ -73,13 +73,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--calls", default="", help="regular expression that a call's name must contain")
     add("--shard", type=shard, default=(1, 1), metavar="K/N", help="the K-th of N parts of the calls")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="processes beside each other")
-    add(
-        "--limit",
-        type=float,
-        default=float("inf"),
-        metavar="SECONDS",
-        help="no call starts later, none ends much later",
-    )
+    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="no call starts later than that")
     add("--logs", type=Path, metavar="FOLDER", help="keep there what the processes print")
     add("--names", action="store_true", help="compare the kernels that the calls launch with those of the extension")
     add("--list", action="store_true", help="print the calls and stop")

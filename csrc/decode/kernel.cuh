@@ -302,6 +302,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     // SYNC: the barriers are there. PERF: for those that attend to wait for; who loads waits for nothing, and leaves to later
     // what only a merge needs.
     sm90::bar_arrive(kBegun, Config::kThreads);
+    prefetch_table(p, batch);
     const Sequence sequence = read_sequence<Config>(p, batch);
     Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps, {sequence}}.run(cta.ring);
     cta.write_rows();

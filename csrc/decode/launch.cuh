@@ -17,12 +17,13 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
-// PERF: up to kShortClusterKeys no warp has more than a chunk, and more warps are of no use. Up to kClusterKeys a cluster a sequence and head is faster than all SMs and a merge through memory; up to
-// kLongClusterKeys where clusters, of 16 CTAs if so many find room, fill the SMs and sequences are equal. Their CTAs do not
-// spread evenly over the SMs, which longer sequences feel.
-inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kLongClusterKeys = 49152;
-// PERF: streams of at most a few times the L2 are faster when they leave it at once.
-inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
+// PERF: up to kShortClusterKeys no warp has more than two chunks, and more warps only take longer to merge. Up to kClusterKeys a
+// cluster a sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16
+// CTAs if so many find room, fill the SMs and sequences are equal. Their CTAs do not spread evenly over the SMs, which longer
+// sequences feel.
+inline constexpr int32_t kShortClusterKeys = 2048, kClusterKeys = 8192, kLongClusterKeys = 49152;
+// PERF: streams of at most a few times the L2 are faster when they leave it at once; what it holds stays there for the next call.
+inline constexpr int64_t kStayBytes = int64_t{40} << 20, kEvictFirstBytes = int64_t{240} << 20;
 
 // Lets the kernel have its shared memory, and clusters of 16 CTAs.
 template <class Config>
@@ -219,7 +220,8 @@ void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
   }
   while (1 << params.piece_log2 < params.piece) ++params.piece_log2;
   const int64_t keys = min_of<int64_t>(int64_t{p.batch} * grid.capacity, int64_t{p.num_pages} * p.page_size);
-  const bool once = grid.row_groups == 1 && keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2 <= kEvictFirstBytes;
+  const int64_t bytes = keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2;
+  const bool once = grid.row_groups == 1 && bytes > kStayBytes && bytes <= kEvictFirstBytes;
   params.policy = once ? sm90::kEvictFirst : sm90::kEvictNormal;
 }
 

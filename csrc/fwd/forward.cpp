@@ -45,9 +45,11 @@ const KernelEntry* find(const AttentionParams& params) {
   MaskKind kind = params.mask.kind;
   if ((softcap || alibi || dropout) && !list) kind = MaskKind::kComposite;
   if (kind == MaskKind::kHash && !rows_within_reach(params)) kind = MaskKind::kComposite;
+  const bool band = mask::Band::serves(params);
   const auto serves = [&](const KernelInfo& info) {
     const bool options = info.softcap == softcap && info.alibi == alibi && info.dropout == dropout;
-    return info.mask == kind && info.general == general && (general || options) && info.dtype == params.dtype &&
+    const bool of_kind = info.mask == kind || (band && info.mask == mask::Band::kKind);
+    return of_kind && info.general == general && (general || options) && info.dtype == params.dtype &&
            info.head_dim_bucket >= params.head_dim && info.head_dim_v_bucket >= params.head_dim_v;
   };
   for (const KernelEntry& entry : table()) {

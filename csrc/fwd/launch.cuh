@@ -202,12 +202,13 @@ KernelEntry make_entry() {
   return {info, &workspace_bytes<Mask, Config>, &launch<Mask, Config, Score>};
 }
 
-// One entry for every mask in the list. ListConfig: of listed masks, whose tiles have a cell's rows.
+// One entry for every mask in the list, and bands before the composite masks that they are. ListConfig: of listed masks,
+// whose tiles have a cell's rows.
 template <class Config, class ListConfig>
 std::vector<KernelEntry> make_entries() {
 #define FLASHMSA_ENTRY(MaskName) \
   make_entry<mask::MaskName, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, attn::PlainScore>(),
-  return {FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
+  return {make_entry<mask::Band, Config, attn::PlainScore>(), FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
 }
 

@@ -299,6 +299,17 @@ void check_garbage(const MaskCase& mask, TileShape shape) {
 // A list's blocks of rows and keys divide its cells.
 TileShape list_shape(TileShape shape) { return {shape.block_q > 64 ? 128 : 64, shape.block_kv > 64 ? 128 : 64}; }
 
+int32_t bands = 0;  // how many cases were one
+
+// Composite masks that have kernels of their own.
+void check_band(const MaskCase& mask, TileShape shape) {
+  AttentionParams params;
+  mask.fill(params);
+  if (!mask::Band::serves(params)) return;
+  ++bands;
+  check_blocks<mask::Band>(mask, shape);
+}
+
 void check_mask(const MaskCase& mask, TileShape shape) {
   switch (mask.kind) {
     case MaskKind::kDense:
@@ -316,6 +327,7 @@ void check_mask(const MaskCase& mask, TileShape shape) {
       return;  // cases of their own below
     case MaskKind::kComposite:
       if (mask.rows_given) check_blocks<mask::Hash>(mask, shape);
+      check_band(mask, shape);
       break;
   }
   // The simpler ones too, as calls with a soft cap or ALiBi have them.
@@ -465,6 +477,7 @@ int run() {
     if (mask.kind == MaskKind::kBlockSparse) check_garbage<mask::BlockSparse>(mask, list_shape(shape));
   }
   for (int32_t trial = 0; trial < 500; ++trial) check_orders(random);
+  CHECK(bands > 50, "%d bands", bands);
   return report("test_mask");
 }
 

@@ -80,6 +80,7 @@ MASKS: dict[str, Callable[[int, str], flashmsa.Mask | None]] = {
     "causal documents": lambda heads, device: flashmsa.Document(document_offsets(device), causal=True),
     "window": lambda heads, device: flashmsa.SlidingWindow(50, 0),
     "window of a prefix": lambda heads, device: flashmsa.SlidingWindow(50, 0) & flashmsa.PrefixLM(20),
+    "window and first keys": lambda heads, device: flashmsa.SlidingWindow(50, 0, keep_first=7),
     "window in documents": lambda heads, device: (
         flashmsa.SlidingWindow(50, 3) & flashmsa.Document(document_offsets(device))
     ),
@@ -102,7 +103,8 @@ MASKS_OF = {
     "dense": ("dense",),
     "causal": ("causal",),
     "document": ("documents", "causal documents"),
-    "composite": ("window of a prefix", "window in documents", "dilated"),
+    "band": ("window", "window of a prefix"),
+    "composite": ("window in documents", "window and first keys", "dilated"),
     "block_sparse": ("blocks", "pairs"),
     "hash": ("buckets", "buckets of keys, causal"),
 }
@@ -287,7 +289,7 @@ class Paged:
 # Every way in which keys are dealt out, see csrc/decode/launch.cuh; by the plain kernels and, with sinks, the others.
 DECODE_PLANS: dict[str, dict[str, Any]] = {
     "clusters, two an SM": {"length": 1000},
-    "clusters of twice the warps": {"length": 1500},
+    "clusters of twice the warps": {"length": 2500},
     "clusters of 16": {"heads": 16, "heads_kv": 8, "length": 8300},
     "shares": {"batch": 70, "heads": 4, "length": 300},
     # NOTE: a causal mask of several queries is none of the plain kernels'.
@@ -303,7 +305,7 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
     "shares, pages of 16": {"batch": 70, "heads": 4, "length": 300, "page": 16},
     "shares, pages of 1": {"batch": 70, "heads": 4, "length": 300, "page": 1},
     "shares, pages of 128": {"batch": 9, "heads": 16, "len_q": 4, "length": 9000, "page": 128},
-    "clusters, pages of 8": {"length": 1500, "page": 8},
+    "clusters, pages of 8": {"length": 2500, "page": 8},
     "parts of one number": {"batch": 2, "length": 3000, "options": (("num_splits", 3),)},
     "parts that no batch changes": {"batch": 2, "length": 3000, "page": 64, "options": (("batch_invariant", True),)},
     "chosen pages": {"batch": 3, "length": 3000, "page": 64, "chosen": True},
@@ -311,11 +313,11 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
 OWN_KERNELS = ("clusters, two an SM", "clusters of twice the warps", "shares", "shares of twice the warps")
 # Where the general kernels alone serve.
 DECODE_OPTIONS: dict[str, dict[str, Any]] = {
-    "softcap": {"length": 1500, "softcap": True},
+    "softcap": {"length": 2500, "softcap": True},
     "ALiBi": {"batch": 70, "heads": 4, "length": 300, "alibi": True},
-    "a tree": {"len_q": 7, "length": 1500, "tree": True},
+    "a tree": {"len_q": 7, "length": 2500, "tree": True},
     "packed queries": {"batch": 5, "len_q": 3, "length": 700, "page": 16, "packed": True},
-    "a window": {"len_q": 4, "length": 1500, "options": (("mask", flashmsa.SlidingWindow(100, 0)),)},
+    "a window": {"len_q": 4, "length": 2500, "options": (("mask", flashmsa.SlidingWindow(100, 0)),)},
 }
 
 

@@ -213,7 +213,7 @@ __device__ __forceinline__ void attend_share(const KernelParams& p, Shared<Confi
 template <bool kAttends, class Config, class Work>
 __device__ __forceinline__ void walk_share(const KernelParams& p, Shared<Config>& shared, const Cta<Config>& cta,
                                            const Work& work) {
-  const int32_t slice = static_cast<int32_t>(blockIdx.y);
+  const int32_t slice = slice_index();
   // SYNC: behind the barrier, as it reads the CTA's rows too.
   const auto store_unseen = [&](bool unseen) {
     if (!unseen) [[likely]]

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <string>
 
 #include "core/cuda_check.h"
@@ -57,9 +58,9 @@ struct Grid {
   Plan plan;
   bool wide;  // twice the warps
   int32_t slices, parts, ctas;
-  bool shared;  // sequences may be cut: parts and counters
+  bool shared;  // sequences may be cut: parts and their marks
   int64_t parts_in_all;
-  size_t counters, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
+  size_t arrived, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
 };
 
 // NOTE: causal with one query a sequence forbids nothing.
@@ -184,7 +185,7 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
     grid.bytes += (bytes + 15) / 16 * 16;
     return place;
   };
-  grid.counters = take(grid.shared ? sizeof(int32_t) * p.batch * grid.jobs : 0);
+  grid.arrived = take(sizeof(uint64_t) * grid.parts_in_all);
   grid.part_ml = take(sizeof(float2) * grid.parts_in_all * grid.rows);
   grid.part_o = take(sizeof(float) * grid.parts_in_all * grid.rows * p.head_dim_v);
   const size_t listed = p.query_pages != nullptr ? size_t{1} * p.batch * p.pages_per_block : 0;
@@ -240,6 +241,19 @@ inline void set_score(const PagedParams& p, KernelParams& params) {
   params.alibi_factor = std::min(static_cast<float>(1.0 / scale), kMax);
 }
 
+// A number that no call had before, and that uninitialised memory does not hold but by a chance of 2^-64.
+inline uint64_t next_ticket() {
+  static std::atomic<uint64_t> calls = [] {
+    std::random_device device;
+    return uint64_t{device()} << 32 | device();
+  }();
+  uint64_t x = calls.fetch_add(1, std::memory_order_relaxed);
+  // An invertible mix of its bits: neighbours differ in half of them.
+  x = (x ^ x >> 32) * 0x9E3779B97F4A7C15;
+  x = (x ^ x >> 29) * 0xD6E8FEB86659FD93;
+  return x ^ x >> 32;
+}
+
 template <class Config>
 KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace) {
   KernelParams params = {};
@@ -277,7 +291,8 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
   params.parts = grid.parts;
   char* space = static_cast<char*>(workspace);
   if (grid.shared) {
-    params.counters = reinterpret_cast<int32_t*>(space + grid.counters);
+    params.arrived = reinterpret_cast<uint64_t*>(space + grid.arrived);
+    params.ticket = next_ticket();
     params.part_ml = reinterpret_cast<float2*>(space + grid.part_ml);
     params.part_o = reinterpret_cast<float*>(space + grid.part_o);
   }
@@ -286,7 +301,7 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
     params.selected_count = reinterpret_cast<const int32_t*>(space + grid.selected_count);
     params.selected_stride = p.pages_per_block;
   }
-  params.waits = params.counters != nullptr || params.selected != nullptr;
+  params.waits = params.selected != nullptr;
   return params;
 }
 
@@ -338,11 +353,7 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
   const Grid grid = make_grid<Kernels>(p, num_sms);
   const KernelParams params = make_params<typename Kernels::Shares>(p, grid, workspace);
   if (params.waits) {
-    const PrepareParams before = {params.counters,
-                                  grid.jobs,
-                                  p.query_pages,
-                                  p.pages_per_block,
-                                  const_cast<int2*>(params.selected),
+    const PrepareParams before = {p.query_pages, p.pages_per_block, const_cast<int2*>(params.selected),
                                   const_cast<int32_t*>(params.selected_count)};
     prepare(p, before, grid.capacity, stream);
   }

@@ -91,6 +91,9 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   return s;
 }
 
+// Which of a head's slices this CTA is. NOTE: the last ones begin first, for those before them may wait for them.
+__device__ __forceinline__ int32_t slice_index() { return static_cast<int32_t>(gridDim.y - 1 - blockIdx.y); }
+
 // A CTA's share: units [from, to) of all sequences' in a row. Slice i takes [begin_of(i), begin_of(i + 1)): the first `longer`
 // slices one unit more than the others. Unit u is slice_of(u)'s.
 struct Share {

@@ -101,7 +101,7 @@ __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config
     for (int32_t chunk = group; chunk < Config::kWarps; chunk += groups) {
       const int32_t slot = Shared<Config>::k_slot(ring.stage, chunk);
       if (tile + chunk < end) [[likely]] {
-        attend_chunk(p, shared, attention, sequence, tile + chunk, slot, ring.parity);
+        attend_chunk(p, shared, attention, sequence, chunk_number<Config>(tile + chunk), slot, ring.parity);
       } else {
         // SYNC: a slot that goes round empty is given back when it was given, not before.
         shared.full[slot].wait(ring.parity);

@@ -120,7 +120,7 @@ bool choose_clusters(const PagedParams& p, int32_t num_sms, Grid& grid) {
       grid.slices = 16;
     }
     const bool fills = clusters * grid.slices * 8 >= num_sms * 7;
-    if (grid.capacity > kClusterKeys && !(fills && equal_work(p))) return false;
+    if (grid.capacity > kClusterKeys && !(fills && p.query_pages == nullptr && !is_banded(p))) return false;
     if (clusters > clusters_at_once<typename Kernels::PackedCluster>(grid.slices)) return false;
   }
   grid.plan = Plan::kCluster;

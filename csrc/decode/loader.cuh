@@ -76,7 +76,7 @@ struct Loader {
     const int32_t offset = p.by_tma ? lane() << p.piece_log2 : lane();
 #pragma unroll
     for (int32_t n = 0; n < kOwn; ++n) {
-      if (offset < kChunk && at + chunk(n) < walk.end) locate(at + chunk(n), offset, page[n], slot[n]);
+      if (offset < kChunk && at + chunk(n) < walk.end) locate(chunk_number<Config>(at + chunk(n)), offset, page[n], slot[n]);
     }
     return true;
   }

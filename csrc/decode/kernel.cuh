@@ -150,24 +150,27 @@ struct Cta {
     }
   }
 
-  // Barriers by the first warp that loads, rows by the next two; before the first block barrier.
+  // By the warps that load, each for its own chunks: it needs no other warp's barriers to begin.
   __device__ __forceinline__ void begin() const {
-    if (warp == Config::kWarps) {
-      // PERF: one thread, known as one to the compiler, or each becomes a loop over lanes.
-      if (sm90::elect()) {
-        const uint32_t arrivals = p.by_tma ? 1 : 32, readers = 1 << p.row_tiles_log2;
+    // PERF: one thread, known as one to the compiler, or each becomes a loop over lanes.
+    if (sm90::elect()) {
+      sm90::prefetch_pool(p.k_map);
+      sm90::prefetch_pool(p.v_map);
+      const uint32_t arrivals = p.by_tma ? 1 : 32, readers = 1 << p.row_tiles_log2;
 #pragma unroll
-        for (int32_t slot = 0; slot < Config::kSlots; ++slot) {
-          shared.full[slot].init(arrivals);
-          shared.empty[slot].init(readers);
-        }
-        sm90::fence_barrier_init();
-        sm90::prefetch_pool(p.k_map);
-        sm90::prefetch_pool(p.v_map);
+      for (int32_t n = 0; n < Config::kSlots / kLoaders; ++n) {
+        const int32_t slot = n / 2 * 2 * kLoaders + (warp - Config::kWarps) * 2 + n % 2;
+        shared.full[slot].init(arrivals);
+        shared.empty[slot].init(readers);
       }
-      __syncwarp();
+      sm90::fence_barrier_init();
     }
-    write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - Config::kAttending - 32);
+    __syncwarp();
+  }
+
+  // By the warps that load.
+  __device__ __forceinline__ void write_rows() const {
+    decode::write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
   }
 
   // By the warps that load. PERF: the first queries go ahead of the first chunks, or they would wait for all of them; those that
@@ -267,6 +270,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
   if (!cta.attends()) {
     cta.template take_registers<false>();
     cta.begin();
+    cta.write_rows();
     walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {
       cta.prefetch_first_queries(shared.table[walk.index].sequence);
       Loader<Config, Walk>{p, shared, cta.head, cta.warp - Config::kWarps, walk}.run(cta.ring);
@@ -290,30 +294,36 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   const int32_t batch = static_cast<int32_t>(blockIdx.z);
   Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.y));
-  sm90::cluster_arrive_relaxed();
+  cta.merger.begin_cluster();
 
   if (!cta.attends()) {
     cta.template take_registers<false>();
     cta.begin();
-    if (threadIdx.x == Config::kThreads - 1) {
-      shared.table[0].sequence = read_sequence<Config>(p, batch);
-    }
-    // SYNC: barriers, rows, rules and the sequence are there.
-    __syncthreads();
-    Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps}.run(cta.ring);
-    cta.merger.wait_for_cluster(shared.table[0].sequence);
+    // SYNC: the barriers are there. PERF: for those that attend to wait for; who loads waits for nothing, and leaves to later
+    // what only a merge needs.
+    sm90::bar_arrive(kBegun, Config::kThreads);
+    const Sequence sequence = read_sequence<Config>(p, batch);
+    Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps, {sequence}}.run(cta.ring);
+    cta.write_rows();
+    // SYNC: the rows are there.
+    sm90::bar_arrive(kAttended, Config::kThreads);
+    cta.merger.wait_for_cluster(sequence);
     return;
   }
   cta.template take_registers<true>();
   typename Attention<Config>::QueryBits bits;
   cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
-  // PERF: read twice, by each role for itself: one barrier less.
-  write_rules(p, shared, cta.head, cta.group_row, read_sequence<Config>(p, batch));
-  // SYNC: barriers, rows, rules and the sequence are there.
-  __syncthreads();
+  {
+    // PERF: read twice, by each role for itself: one barrier less.
+    const Sequence sequence = read_sequence<Config>(p, batch);
+    write_rules(p, shared, cta.head, cta.group_row, sequence);
+    if (threadIdx.x == 0) shared.table[0].sequence = sequence;
+  }
+  // SYNC: barriers, rules and the sequence are there.
+  sm90::bar_sync(kBegun, Config::kThreads);
   const Sequence& sequence = shared.table[0].sequence;
   cta.attention.take_queries(bits);
-  ClusterWalk walk;
+  ClusterWalk walk{sequence};
   walk.next(p, shared);
   cta.attend(sequence, walk.begin, walk.end);
   cta.merger.merge_cluster(sequence);

@@ -39,10 +39,13 @@ struct RowPart {
   }
 };
 
-// The barrier of all warps that attend.
+// Named barriers of a CTA.
+inline constexpr uint32_t kAttended = 1, kBegun = 2;
+
+// The barrier of all warps that attend. In a cluster the others, who write the rows' places, arrive at it too.
 template <class Config>
 __device__ __forceinline__ void sync_attending() {
-  sm90::bar_sync(1, Config::kAttending);
+  sm90::bar_sync(kAttended, Config::kClustered ? Config::kThreads : Config::kAttending);
 }
 
 template <class Config>
@@ -157,33 +160,52 @@ struct Merger {
 
   // ---- Parts of the CTAs of a cluster, through each other's shared memory ---------------------------------------------
 
+  // By all threads, first of all.
+  __device__ __forceinline__ void begin_cluster() const {
+    if (threadIdx.x / 32 == Config::kWarps) {
+      if (sm90::elect()) {
+        shared.pushed_full.init(1);
+        sm90::fence_barrier_init();
+      }
+      __syncwarp();
+    }
+    sm90::cluster_arrive_relaxed();
+  }
+
   // Rows are dealt to the CTAs; each sends its parts to the row's. Sixteen rows at a time: so many parts of rows arrive at
-  // most. PERF: stores into another CTA's memory pass while the barrier does; loads from it would take a round trip behind.
+  // most. PERF: the stores count on a barrier of the row's CTA, which waits for its parts alone; the others wait for nothing.
   __device__ __forceinline__ void merge_cluster(const Sequence& s) const {
     const int32_t rows = rows_of(s), size_log2 = cluster_size_log2(), rank = static_cast<int32_t>(blockIdx.x);
     const Items mine = items();
-    // SYNC: every CTA of the cluster has begun, so that its memory is there.
+    uint32_t parity = 0;
+    // SYNC: every CTA of the cluster has begun, so that its memory and its barrier are there.
     sm90::cluster_wait();
 #pragma unroll 1
     for (int32_t base = 0; base < rows; base += kTileRows) {
       const int32_t here = min_of(rows - base, kTileRows);
+      const int32_t own = here > rank ? (here - rank - 1 >> size_log2) + 1 : 0;
       // SYNC: the rows before are read.
       if (base > 0) sm90::cluster_sync();
+      if (threadIdx.x == 0 && own > 0) {
+        shared.pushed_full.arrive_expect((own << size_log2) * (p.head_dim_v * 4 + 8));
+      }
 #pragma unroll 1
       for (int32_t row = mine.row; row < here; row += mine.step) {
         const RowPart part = of_warps(base + row, mine.column);
         const uint32_t target = row & ((1 << size_log2) - 1);
         const int32_t place = (row >> size_log2 << size_log2) + rank;
-        sm90::store_cluster(sm90::map_shared(&shared.pushed[place][mine.column], target), part.o);
+        const uint32_t barrier = sm90::map_shared(&shared.pushed_full, target);
+        sm90::store_async(sm90::map_shared(&shared.pushed[place][mine.column], target), part.o, barrier);
         if (mine.column == 0) {
-          sm90::store_cluster(sm90::map_shared(&shared.pushed_ml[place], target),
-                              make_float2(part.reference, part.sum));
+          sm90::store_async(sm90::map_shared(&shared.pushed_ml[place], target), make_float2(part.reference, part.sum),
+                            barrier);
         }
       }
-      // SYNC: every CTA's parts are there.
-      sm90::cluster_sync();
+      if (own == 0) continue;
+      shared.pushed_full.wait(parity);
+      parity ^= 1;
 #pragma unroll 1
-      for (int32_t n = mine.row; (n << size_log2) + rank < here; n += mine.step) {
+      for (int32_t n = mine.row; n < own; n += mine.step) {
         RowPart part;
 #pragma unroll 1
         for (int32_t place = n << size_log2; place < (n + 1) << size_log2; place += 8) {
@@ -206,10 +228,7 @@ struct Merger {
     const int32_t rows = rows_of(s);
     __syncwarp();
     sm90::cluster_wait();
-    for (int32_t base = 0; base < rows; base += kTileRows) {
-      if (base > 0) sm90::cluster_sync();
-      sm90::cluster_sync();
-    }
+    for (int32_t base = kTileRows; base < rows; base += kTileRows) sm90::cluster_sync();
   }
 
   // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------

@@ -84,7 +84,7 @@ struct Sequence {
   int32_t batch;
   int32_t first_row, queries;  // packed: rows of q; else 0, len_q
   int32_t kv_len;
-  int32_t pages;  // in use, or selected
+  int32_t pages;  // selected; else not used
   int32_t first_begin, first_chunks, main_begin, chunks;
   int32_t unit, units;  // chunks of a unit; units
 
@@ -144,6 +144,7 @@ struct Shared {
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
+  sm90::Barrier pushed_full;  // one arrival and the bytes of the parts that were sent here
   TableEntry table[Config::kClustered ? 1 : kTable];  // sequences in a row
   int32_t warp_units[kTable / 32];  // of 32 sequences of the table each
   int32_t table_begin;  // units before the table

@@ -7,7 +7,8 @@
 // Schedule    0. find the CTA's share from the lengths
 //             1. a part: queries to registers, the rows' keys to shared memory
 //             2. a chunk: wait K, S = Q K^T, softmax, wait V, O += P V
-//             3. the warps' O, references and sums to shared memory; merged, and merged with other CTAs' parts
+//             3. the warps' O, references and sums to shared memory; merged, and merged with other CTAs' parts by the CTA
+//                that has the sequence's first
 //             4. the next part
 // Blocks      paged_decode_kernel: (head, slice), heads first, so that neighbours read the same tokens' heads together;
 //             cluster_decode_kernel: (rank, head, sequence).

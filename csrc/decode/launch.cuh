@@ -18,9 +18,10 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
-// PERF: up to kShortClusterKeys no warp has more than a chunk, and more warps are of no use. Up to kClusterKeys a cluster a sequence and head is faster than all SMs and a merge through memory; up to
-// kLongClusterKeys where clusters, of 16 CTAs if so many find room, fill the SMs and sequences are equal. Their CTAs do not
-// spread evenly over the SMs, which longer sequences feel.
+// PERF: up to kShortClusterKeys no warp has more than a chunk, and more warps are of no use. Up to kClusterKeys a cluster a
+// sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16 CTAs if so
+// many find room, fill the SMs: with unequal lengths too, as those that are left read the faster. Their CTAs do not spread
+// evenly over the SMs, which longer sequences feel.
 inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kLongClusterKeys = 49152;
 // PERF: streams of at most a few times the L2 are faster when they leave it at once.
 inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;

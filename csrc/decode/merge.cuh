@@ -337,7 +337,7 @@ struct Merger {
     }
   }
 
-  // Waits until parts [begin, end) of a sequence are stored, and takes their marks away: a graph gives its call's ticket again.
+  // Waits until parts [begin, end) of a sequence are stored. Takes their marks away: a graph's next replay has the same ticket.
   __device__ __forceinline__ void wait_for_parts(const Places& places, int32_t begin, int32_t end) const {
 #pragma unroll 1
     for (int32_t n = begin + static_cast<int32_t>(threadIdx.x); n < end; n += Config::kAttending) {

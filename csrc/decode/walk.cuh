@@ -193,8 +193,8 @@ struct Walk {
 // Clusters have 8 or 16 CTAs.
 __device__ __forceinline__ int32_t cluster_size_log2() { return gridDim.x == 16 ? 4 : 3; }
 
-// The number in its sequence of the chunk at `place` of a part. PERF: the CTAs of a cluster take chunks in turn, so that they read
-// the same stretch of memory together instead of eight at equal distances: up to 6 % faster.
+// The number in its sequence of the chunk at `place` of a part. PERF: the CTAs of a cluster take chunks in turn, so that they
+// read the same stretch of memory together instead of eight at equal distances: up to 6 % faster.
 template <class Config>
 __device__ __forceinline__ int32_t chunk_number(int32_t place) {
   if constexpr (Config::kClustered) return (place << cluster_size_log2()) + static_cast<int32_t>(blockIdx.x);

@@ -20,9 +20,13 @@ namespace flashmsa::decode {
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
 // PERF: up to kShortClusterKeys no warp has more than a chunk, and more warps are of no use. Up to kClusterKeys a cluster a
 // sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16 CTAs if so
-// many find room, fill the SMs: with unequal lengths too, as those that are left read the faster. Their CTAs do not spread
-// evenly over the SMs, which longer sequences feel.
-inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kLongClusterKeys = 49152;
+// many find room, fill the SMs. Their CTAs do not spread evenly over the SMs, which longer sequences feel. With lengths that the
+// host does not know up to kUnequalClusterKeys: clusters that are left alone read faster, at most twice as fast.
+inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kUnequalClusterKeys = 32768,
+                         kLongClusterKeys = 49152;
+// PERF: slots of a box of long streams. Its columns come 64 at a time, so that the halves of a longer box's rows come from memory
+// apart: 32 slots are 1 to 3 % slower, 8 the same. Where the latency counts, fewer boxes are faster.
+inline constexpr int32_t kStreamPiece = 16;
 // PERF: streams of at most a few times the L2 are faster when they leave it at once.
 inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
 
@@ -121,7 +125,9 @@ bool choose_clusters(const PagedParams& p, int32_t num_sms, Grid& grid) {
       grid.slices = 16;
     }
     const bool fills = clusters * grid.slices * 8 >= num_sms * 7;
-    if (grid.capacity > kClusterKeys && !(fills && p.query_pages == nullptr && !is_banded(p))) return false;
+    const bool alike =
+        equal_work(p) || (p.query_pages == nullptr && !is_banded(p) && grid.capacity <= kUnequalClusterKeys);
+    if (grid.capacity > kClusterKeys && !(fills && alike)) return false;
     if (clusters > clusters_at_once<typename Kernels::PackedCluster>(grid.slices)) return false;
   }
   grid.plan = Plan::kCluster;
@@ -204,7 +210,8 @@ template <class Config>
 void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
   params.k = p.k_pages;
   params.v = p.v_pages;
-  params.piece = Config::kChunk;
+  const bool brief = grid.plan == Plan::kCluster && grid.capacity <= kClusterKeys;
+  params.piece = brief ? Config::kChunk : min_of(Config::kChunk, kStreamPiece);
   if (p.block_table != nullptr || p.query_pages != nullptr) {
     while (p.page_size % params.piece != 0) params.piece /= 2;
   }

@@ -145,6 +145,7 @@ def test_only_sm_90a() -> None:
 
 # wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG and UBLKRED add to memory.
 # Decode's few rows are mma.sync's (HMMA); its small pages, and the forward pass's rows by index, cp.async's (LDGSTS).
+# CTAs of a cluster send their parts to each other by stores that count on a barrier there (STAS).
 @pytest.mark.parametrize(
     "name, opcodes",
     [
@@ -152,7 +153,7 @@ def test_only_sm_90a() -> None:
         ("attention_backward_kernel", ("HGMMA", "UTMALDG", "UTMASTG", "UBLKRED|UTMAREDG")),
         ("paged_attention_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
         ("paged_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS")),
-        ("cluster_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS", "UCGABAR_WAIT")),
+        ("cluster_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS", "UCGABAR_WAIT", "STAS")),
     ],
 )
 def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, opcodes: tuple[str, ...]) -> None:

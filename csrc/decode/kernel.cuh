@@ -3,7 +3,8 @@
 // Roles       four or eight warps attend, four load, a chunk or two of each tile. The rows of a kv head, its query heads for every query, fill 1, 2 or 4 tiles of
 //             16; each warp has one tile and, with the others of that tile, deals out the chunks of keys.
 // Shared      a ring of tiles of K and V, a chunk for each warp; O, references and sums of the warps: shared.cuh.
-// Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk.
+// Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk; in a
+//             cluster pushed_full (bytes of the parts that other CTAs send) and the named ones kBegun and kAttended: merge.cuh.
 // Schedule    0. find the CTA's share from the lengths
 //             1. a part: queries to registers, the rows' keys to shared memory
 //             2. a chunk: wait K, S = Q K^T, softmax, wait V, O += P V
@@ -312,6 +313,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     // SYNC: the barriers are there. PERF: for those that attend to wait for; who loads waits for nothing, and leaves to later
     // what only a merge needs.
     sm90::bar_arrive(kBegun, Config::kThreads);
+    prefetch_table(p, batch);
     const Sequence sequence = read_sequence<Config>(p, batch);
     Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps, {sequence}}.run(cta.ring);
     cta.write_rows();

@@ -18,17 +18,17 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
-// PERF: up to kShortClusterKeys no warp has more than a chunk, and more warps are of no use. Up to kClusterKeys a cluster a
-// sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16 CTAs if so
-// many find room, fill the SMs. Their CTAs do not spread evenly over the SMs, which longer sequences feel. With lengths that the
-// host does not know up to kUnequalClusterKeys: clusters that are left alone read faster, at most twice as fast.
-inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kUnequalClusterKeys = 32768,
+// PERF: up to kShortClusterKeys no warp has more than two chunks, and more warps only take longer to merge. Up to kClusterKeys a
+// cluster a sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16
+// CTAs if so many find room, fill the SMs. Their CTAs do not spread evenly over the SMs, which longer sequences feel. With
+// lengths that the host does not know up to kUnequalClusterKeys: clusters that are left alone read at most twice as fast.
+inline constexpr int32_t kShortClusterKeys = 2048, kClusterKeys = 8192, kUnequalClusterKeys = 32768,
                          kLongClusterKeys = 49152;
 // PERF: slots of a box of long streams. Its columns come 64 at a time, so that the halves of a longer box's rows come from memory
-// apart: 32 slots are 1 to 3 % slower, 8 the same. Where the latency counts, fewer boxes are faster.
+// apart: with 32 slots 1 to 3 % slower, with 8 the same. Where the latency counts, fewer boxes are faster.
 inline constexpr int32_t kStreamPiece = 16;
-// PERF: streams of at most a few times the L2 are faster when they leave it at once.
-inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
+// PERF: streams of at most a few times the L2 are faster when they leave it at once; what it holds stays there for the next call.
+inline constexpr int64_t kStayBytes = int64_t{40} << 20, kEvictFirstBytes = int64_t{240} << 20;
 
 // Lets the kernel have its shared memory, and clusters of 16 CTAs.
 template <class Config>
@@ -228,7 +228,8 @@ void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
   }
   while (1 << params.piece_log2 < params.piece) ++params.piece_log2;
   const int64_t keys = min_of<int64_t>(int64_t{p.batch} * grid.capacity, int64_t{p.num_pages} * p.page_size);
-  const bool once = grid.row_groups == 1 && keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2 <= kEvictFirstBytes;
+  const int64_t bytes = keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2;
+  const bool once = grid.row_groups == 1 && bytes > kStayBytes && bytes <= kEvictFirstBytes;
   params.policy = once ? sm90::kEvictFirst : sm90::kEvictNormal;
 }
 

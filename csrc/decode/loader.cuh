@@ -21,6 +21,15 @@ struct ChunkLayout {
   __device__ __forceinline__ uint32_t group_bytes() const { return sm90::kSwizzleRowBytes << piece_log2; }
 };
 
+// Brings the first pages of a sequence's table to the L1, by a warp. PERF: while its length is on the way, or the one would wait
+// for the other.
+__device__ __forceinline__ void prefetch_table(const KernelParams& p, int32_t batch) {
+  constexpr int32_t kLine = 32;  // pages
+  const int32_t page = threadIdx.x % 32 * kLine;
+  if (p.block_table == nullptr || int64_t{page} * p.page_size >= p.capacity) return;
+  sm90::prefetch_l1(p.block_table + batch * p.block_table_stride + page);
+}
+
 // A warp loads every kLoaders-th chunk of a tile. They run ahead of those that attend by the stages of the ring.
 template <class Config, class Walk>
 struct Loader {

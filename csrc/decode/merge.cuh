@@ -67,7 +67,13 @@ struct Merger {
     int32_t row, step, column;
   };
   __device__ __forceinline__ Items items() const {
-    const int32_t quads = p.head_dim_v / 4, thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t thread = static_cast<int32_t>(threadIdx.x);
+    // PERF: no divisions where the columns are as many as the bucket's.
+    if (p.head_dim_v == Config::kHeadDim) [[likely]] {
+      constexpr int32_t kQuads = Config::kHeadDim / 4;
+      return {thread / kQuads, Config::kAttending / kQuads, thread % kQuads * 4};
+    }
+    const int32_t quads = p.head_dim_v / 4;
     const int32_t step = Config::kAttending / quads, row = thread / quads;
     // Threads that are left over have no row.
     return {row < step ? row : kGroupRows, step, (thread - row * quads) * 4};
@@ -162,7 +168,8 @@ struct Merger {
 
   // By all threads, first of all.
   __device__ __forceinline__ void begin_cluster() const {
-    if (threadIdx.x / 32 == Config::kWarps) {
+    // PERF: by a warp that attends; those that load are what all wait for.
+    if (threadIdx.x < 32) {
       if (sm90::elect()) {
         shared.pushed_full.init(1);
         sm90::fence_barrier_init();

@@ -282,6 +282,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
     cta.template take_registers<false>();
     cta.begin();
     cta.write_rows();
+    if (p.query_pages != nullptr) [[unlikely]]
+      prefetch_listed(p, cta.head, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
     walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {
       cta.prefetch_first_queries(shared.table[walk.index].sequence);
       Loader<Config, Walk>{p, shared, cta.head, cta.warp - Config::kWarps, walk}.run(cta.ring);
@@ -313,7 +315,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     // SYNC: the barriers are there. PERF: for those that attend to wait for; who loads waits for nothing, and leaves to later
     // what only a merge needs.
     sm90::bar_arrive(kBegun, Config::kThreads);
-    prefetch_table(p, batch);
     const Sequence sequence = read_sequence<Config>(p, batch);
     Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps, {sequence}}.run(cta.ring);
     cta.write_rows();

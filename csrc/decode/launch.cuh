@@ -29,6 +29,8 @@ inline constexpr int32_t kShortClusterKeys = 2048, kClusterKeys = 8192, kUnequal
 inline constexpr int32_t kStreamPiece = 16;
 // PERF: streams of at most a few times the L2 are faster when they leave it at once; what it holds stays there for the next call.
 inline constexpr int64_t kStayBytes = int64_t{40} << 20, kEvictFirstBytes = int64_t{240} << 20;
+// The same of listed pages, some of which are brought there ahead.
+inline constexpr int64_t kEvictFirstListedBytes = int64_t{320} << 20;
 
 // Lets the kernel have its shared memory, and clusters of 16 CTAs.
 template <class Config>
@@ -227,9 +229,13 @@ void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
     params.piece = Config::kChunk;
   }
   while (1 << params.piece_log2 < params.piece) ++params.piece_log2;
-  const int64_t keys = min_of<int64_t>(int64_t{p.batch} * grid.capacity, int64_t{p.num_pages} * p.page_size);
+  const bool listed = p.query_pages != nullptr;
+  const int64_t each =
+      listed ? min_of(int64_t{p.pages_per_block} * p.page_size, int64_t{grid.capacity}) : grid.capacity;
+  const int64_t keys = min_of(p.batch * each, int64_t{p.num_pages} * p.page_size);
   const int64_t bytes = keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2;
-  const bool once = grid.row_groups == 1 && bytes > kStayBytes && bytes <= kEvictFirstBytes;
+  const bool once =
+      grid.row_groups == 1 && bytes > kStayBytes && bytes <= (listed ? kEvictFirstListedBytes : kEvictFirstBytes);
   params.policy = once ? sm90::kEvictFirst : sm90::kEvictNormal;
 }
 
@@ -309,6 +315,7 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
     params.selected = reinterpret_cast<const int2*>(space + grid.selected);
     params.selected_count = reinterpret_cast<const int32_t*>(space + grid.selected_count);
     params.selected_stride = p.pages_per_block;
+    params.query_pages = p.pages_per_block > 0 ? p.query_pages : nullptr;
   }
   params.waits = params.selected != nullptr;
   return params;

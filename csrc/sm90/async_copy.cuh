@@ -29,11 +29,6 @@ __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
-// prefetch.global.L1: the same to the L1.
-__device__ __forceinline__ void prefetch_l1(const void* global) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(global) : "memory");
-}
-
 // cp.async.mbarrier.arrive.noinc: this thread arrives when all copies that it asked for so far are there. It is one of the
 // arrivals that the barrier was made for.
 __device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {

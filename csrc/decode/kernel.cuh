@@ -96,9 +96,9 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
 template <class Config>
 __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config>& shared, Attention<Config>& attention,
                                             const Sequence& sequence, int32_t begin, int32_t end, RingPlace& ring) {
-  // PERF: simple chunks, as most are, by code of their own, or what is done to others lies between: 64 rows, causal, 2 % faster.
-  // Plain kernels have less of it; clusters are short, and their code comes from memory.
-  constexpr bool kApart = !Config::kPlain && !Config::kClustered;
+  // PERF: where instructions and not memory limit, simple chunks, as most are, by code of their own, or what is done to others
+  // lies between: 64 rows, causal, 2 % faster. Plain kernels have less of it; clusters' code is to be short.
+  constexpr bool kApart = Config::kWarps > kLoaders && !Config::kPlain && !Config::kClustered;
   const bool simple = !Options<Config>{p}.softcap() && !Options<Config>{p}.alibi();
   const int32_t group = threadIdx.x / 32 >> p.row_tiles_log2, groups = Config::kWarps >> p.row_tiles_log2;
 #pragma unroll 1

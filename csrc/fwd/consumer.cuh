@@ -416,7 +416,7 @@ struct Consumer {
   }
 
   // What is left of a tile with ALiBi, from step `step` of `end` on: blocks that are looked at one by one, then those behind
-  // which all rows stand, then those before which they stand.
+  // which all rows stand, then those before which they stand, where a mask shows any.
   __device__ __forceinline__ void attend_places(Scores& x, Output& y, const Rows& rows, Shift& shift,
                                                 const mask::SideOrder& order, int32_t step, int32_t end) {
 #pragma unroll 1
@@ -435,7 +435,7 @@ struct Consumer {
       for (int32_t left = blocks; Config::kQInRegisters ? key_blocks != stop_block : left > 0; --left) {
         next_block<false>(x, y, KeyBlock{}, rows, shift, side);
       }
-      if (side == mask::Side::kBefore) return;
+      if (kSeesNonePast<Mask> || side == mask::Side::kBefore) return;
       step += blocks;
       side = mask::Side::kBefore;
       first_key = places->order[S::WorkRing::stage(round)].before_key + (step - 1) * Config::kBlockKv;

@@ -228,12 +228,15 @@ std::vector<KernelEntry> make_interval_entries() {
   };
 }
 
-// Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap, or a list.
+// Softcap, ALiBi, both: for the masks that every other can be written as, and ALiBi where most calls want it.
+// CapConfig: with a soft cap, or a list.
+// PERF: causal ALiBi by the composite kernel takes 1.08 (d128 4x4096) to 1.19 (16x1024) times as long: benchmarks/NOTES.md.
 template <class Config, class CapConfig>
 std::vector<KernelEntry> make_score_entries() {
   using mask::BlockSparse;
   using mask::Composite;
   return {
+      make_entry<mask::Causal, Config, attn::Score<false, true>>(),
       make_entry<Composite, CapConfig, attn::Score<true, false>>(),
       make_entry<Composite, Config, attn::Score<false, true>>(),
       make_entry<Composite, CapConfig, attn::Score<true, true>>(),

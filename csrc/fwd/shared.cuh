@@ -163,6 +163,10 @@ template <class Mask, class Config, class Score>
 inline constexpr bool kPlaceStep =
     Score::kAlibi && !Score::kSoftcap && !Mask::kListed && !kScattered<Mask> && Config::kHeadDim <= 128;
 
+// Whether no row sees a key past its own position, whatever the call: none then stands before a block of keys.
+template <class Mask>
+inline constexpr bool kSeesNonePast = requires { requires Mask::kSeesNonePast; };
+
 // Composite masks run over strided tensors too.
 template <class Mask>
 inline constexpr int kMapRank = Mask::kKind == MaskKind::kComposite ? sm90::kStridedRank : sm90::kPlainRank;

@@ -31,6 +31,11 @@ struct BlockShift {
   float distance[2];  // of a thread's two rows; of either sign
 };
 
+// A row's maximum as the softmax has it, of a row's maximum of S.
+struct AsItIs {
+  __device__ __forceinline__ float operator()(float maximum) const { return maximum; }
+};
+
 struct OnlineSoftmax {
   float reference[2] = {kNegativeInfinity, kNegativeInfinity};  // in the exponent's units; -inf: no visible key yet
   float sum[2] = {0.0f, 0.0f};  // over this thread's columns only, until finish()
@@ -66,10 +71,24 @@ struct OnlineSoftmax {
     }
   }
 
-  // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take.
-  template <int kCount, class Shift = NoShift>
+  // The largest |S| of a thread's two rows, as bits, which are ordered as integers. A NaN may pass unseen.
+  template <int kCount>
+  static __device__ __forceinline__ void largest(const float (&s)[kCount], int32_t (&size)[2]) {
+    const auto of_pair = [&](int e) { return __float_as_int(fmaxf(fabsf(s[e]), fabsf(s[e + 1]))); };
+    size[0] = size[1] = 0;
+#pragma unroll
+    for (int e = 0; e < kCount; e += 8) {
+      size[0] = max(max(of_pair(e), of_pair(e + 4)), size[0]);
+      size[1] = max(max(of_pair(e + 2), of_pair(e + 6)), size[1]);
+    }
+  }
+
+  // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take. `curve`: what
+  // is still to be done to S before the softmax.
+  template <int kCount, class Shift = NoShift, class Curve = AsItIs>
   __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float inverse_scale_log2,
-                                        float (&factor)[2], const Shift& shift = Shift()) {
+                                        float (&factor)[2], const Shift& shift = Shift(),
+                                        const Curve& curve = Curve()) {
     // Two chains a row: the even columns, the odd ones.
     float maximum[2] = {s[0], s[2]}, odd[2] = {s[1], s[3]};
 #pragma unroll
@@ -84,6 +103,7 @@ struct OnlineSoftmax {
     for (int slot = 0; slot < 2; ++slot) {
       maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 1));
       maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 2));
+      maximum[slot] = curve(maximum[slot]);
       const float old_reference = reference[slot];
       if constexpr (Shift::kNone) {
         reference[slot] = fmaxf(old_reference, maximum[slot] * scale_log2);
@@ -109,11 +129,18 @@ struct OnlineSoftmax {
       minus[0] = fmaf(-shift.slope_log2, shift.distance[0], minus[0]);
       minus[1] = fmaf(-shift.slope_log2, shift.distance[1], minus[1]);
     }
+    exponentiate_by<Element>([&](float x, float minus) { return fmaf(x, scale_log2, minus); }, minus, s, p, kept);
+  }
+
+  // The same by an exponent of its own, exponent(S, minus) with minus = -reference.
+  template <class Element, class Exponent, int kCount, class Kept>
+  __device__ __forceinline__ void exponentiate_by(const Exponent& exponent, const float (&minus)[2], float (&s)[kCount],
+                                                  uint32_t (&p)[kCount / 8][4], const Kept& kept) {
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const int slot = sm90::Accumulator::row_slot(e);
-      const float p0 = sm90::exp2_approx(fmaf(s[e], scale_log2, minus[slot]));
-      const float p1 = sm90::exp2_approx(fmaf(s[e + 1], scale_log2, minus[slot]));
+      const float p0 = sm90::exp2_approx(exponent(s[e], minus[slot]));
+      const float p1 = sm90::exp2_approx(exponent(s[e + 1], minus[slot]));
       sum[slot] += p0 + p1;
       p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(p0, p1));
     }

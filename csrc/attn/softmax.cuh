@@ -129,20 +129,30 @@ struct OnlineSoftmax {
       minus[0] = fmaf(-shift.slope_log2, shift.distance[0], minus[0]);
       minus[1] = fmaf(-shift.slope_log2, shift.distance[1], minus[1]);
     }
-    exponentiate_by<Element>([&](float x, float minus) { return fmaf(x, scale_log2, minus); }, minus, s, p, kept);
-  }
-
-  // The same by an exponent of its own, exponent(S, minus) with minus = -reference.
-  template <class Element, class Exponent, int kCount, class Kept>
-  __device__ __forceinline__ void exponentiate_by(const Exponent& exponent, const float (&minus)[2], float (&s)[kCount],
-                                                  uint32_t (&p)[kCount / 8][4], const Kept& kept) {
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const int slot = sm90::Accumulator::row_slot(e);
-      const float p0 = sm90::exp2_approx(exponent(s[e], minus[slot]));
-      const float p1 = sm90::exp2_approx(exponent(s[e + 1], minus[slot]));
+      const float p0 = sm90::exp2_approx(fmaf(s[e], scale_log2, minus[slot]));
+      const float p1 = sm90::exp2_approx(fmaf(s[e + 1], scale_log2, minus[slot]));
       sum[slot] += p0 + p1;
       p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(p0, p1));
+    }
+  }
+
+  // The same in two parts, by an exponent of its own, exponent(S, -reference): in place first, packed when the registers of the P
+  // before are free.
+  template <class Exponent, int kCount>
+  __device__ __forceinline__ void exponentiate_in_place(const Exponent& exponent, float (&s)[kCount]) const {
+    const float minus[2] = {offset(0), offset(1)};
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] = sm90::exp2_approx(exponent(s[e], minus[sm90::Accumulator::row_slot(e)]));
+  }
+  template <class Element, int kCount, class Kept>
+  __device__ __forceinline__ void pack(const float (&s)[kCount], uint32_t (&p)[kCount / 8][4], const Kept& kept) {
+#pragma unroll
+    for (int e = 0; e < kCount; e += 2) {
+      sum[sm90::Accumulator::row_slot(e)] += s[e] + s[e + 1];
+      p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(s[e], s[e + 1]));
     }
   }
 

@@ -56,7 +56,7 @@ test: $(call with,test) $(call with,demo) $(TEST_BUILD)
 	  -DFLASHMSA_CUDA=$(if $(HOPPER),$(or $(FLASHMSA_CUDA),auto),0) >/dev/null
 	cmake --build build/host --target host_tests $(if $(HOPPER),gpu_primitives)
 	ctest --test-dir build/host --output-on-failure $(if $(HOPPER),,-L host)
-	$(PY) -m pytest $(PYTEST)
+	$(PY) -m pytest -n auto --maxprocesses 16 $(PYTEST)
 
 bench: $(call with,bench) $(TEST_BUILD)
 	@test -n "$(HOPPER)" || { echo "make bench: needs a GPU of compute capability 9.0 (H100, H200); nvidia-smi shows none" >&2; exit 1; }

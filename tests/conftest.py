@@ -6,10 +6,13 @@ import argparse
 import os
 import re
 import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+KEPT_BYTES = 1 << 30  # of device memory that a worker keeps from one test to the next
 
 # A fixed run of examples keeps one tree's result the same everywhere; HYPOTHESIS_PROFILE=explore looks for new ones.
 _COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -83,6 +86,14 @@ def _one_thread() -> None:
 def _seeded(request: pytest.FixtureRequest) -> None:
     """A seed from the test's own name: a test alone sees the data it sees in a full run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _memory_returned() -> Iterator[None]:
+    """Workers side by side share one card: what a large test leaves in the cache of memory is lost to them."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -5,18 +5,23 @@ The programs know no torch. They are compiled and run once; every GPU_TEST in th
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import pytest
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120  # of a program that takes seconds: a wrong barrier hangs for ever
 
@@ -85,19 +90,42 @@ def run_program(build: Build) -> Run:
     return Run(lines, f"the program {end}; its last line: {last}")
 
 
-@pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Build]:
-    folder = tmp_path_factory.mktemp("gpu")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(
-            zip((p.stem for p in PROGRAMS), pool.map(lambda p: compile_program(p, folder), PROGRAMS), strict=True)
-        )
+def once(folder: Path, name: str, make: Callable[[], T]) -> T:
+    """make(), by the first of pytest-xdist's workers that asks; the others wait for it and read what it returned."""
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = folder / f"{name}.pickle"
+        if not made.exists():
+            made.write_bytes(pickle.dumps(make()))
+        return pickle.loads(made.read_bytes())
 
 
 @pytest.fixture(scope="module")
-def runs(builds: dict[str, Build]) -> dict[str, Run]:
-    with ThreadPoolExecutor(len(builds)) as pool:
-        return dict(zip(builds, pool.map(run_program, builds.values()), strict=True))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "primitives"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def builds(folder: Path) -> dict[str, Build]:
+    def compile_all() -> dict[str, Build]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = pool.map(lambda path: compile_program(path, folder), PROGRAMS)
+            return {path.stem: build for path, build in zip(PROGRAMS, made, strict=True)}
+
+    return once(folder, "builds", compile_all)
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, builds: dict[str, Build]) -> dict[str, Run]:
+    def run_all() -> dict[str, Run]:
+        with ThreadPoolExecutor(len(builds)) as pool:
+            return dict(zip(builds, pool.map(run_program, builds.values()), strict=True))
+
+    return once(folder, "runs", run_all)
 
 
 def test_every_program_has_tests_of_its_own_names() -> None:

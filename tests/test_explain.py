@@ -318,17 +318,17 @@ BANDS = ("window", "window-top-left", "prefix", "prefix-window", "and-alignments
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_the_kernel_of_every_mask(family: str, softcap: float, alibi: bool) -> None:
-    """Softcap and ALiBi are in the kernels of composite masks and lists alone; the others are run by these.
-
-    Of the composite masks, bands have kernels of their own.
+    """Softcap and ALiBi are in the kernels of composite masks and lists, one of the two in those of causal ones; other
+    masks are run by composite kernels. Of the composite masks, bands have kernels of their own.
     """
     q, k, v = make(dtype=torch.bfloat16)
     mask = mask_for(family, 2, 100, 130, heads=(4, 2)).build()
     got = explain(q, k, v, mask, backend="sm90", softcap=softcap, alibi_slopes=torch.ones(4) if alibi else None)
     kernel = next(x for x in _C.kernels() if x["name"] == got.kernel)
     kind = 0 if mask is None else mask._lower()[0]
-    plain = "band" if family in BANDS else KERNELS[kind]
-    wanted = plain if not (softcap or alibi) or kind == 6 else "composite"
+    options = softcap > 0 or alibi
+    own = not options or kind == 6 or (kind == 1 and not (softcap and alibi))
+    wanted = "composite" if not own else "band" if family in BANDS else KERNELS[kind]
     assert (kernel["mask"], kernel["softcap"], kernel["alibi"]) == (wanted, softcap > 0.0, alibi)
     assert any("kernels of intersections" in note for note in got.notes) == (kind < 3 and wanted == "composite")
     assert got.full + got.partial > 0 or got.pairs == 0

@@ -109,6 +109,18 @@ def test_without_determinism_by_the_rule_every_time(dim: int, family: str) -> No
         check_gradients(run_backward(sm90(), q, k, v, mask, d_out, d_lse), q, k, v, mask, d_out, d_lse, note="poisoned")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", BUCKETS)
+def test_tiles_of_rows_that_see_nothing(dim: int, deterministic: bool) -> None:
+    """No key tile comes to them, and in deterministic mode nobody clears their dQ: it is 0 whatever the memory held."""
+    q, k, v = make_qkv(sm90(), 1, (4, 2), 900, 300, dim)
+    d_out, d_lse = grad_like(q, v)
+    with poisoned_allocations():
+        found = run_backward(sm90(), q, k, v, CAUSAL, d_out, d_lse, deterministic=deterministic)
+    assert not found["dq"][:, :, :600].any()
+    check_gradients(found, q, k, v, CAUSAL, d_out, d_lse)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", BUCKETS)
 @pytest.mark.parametrize(

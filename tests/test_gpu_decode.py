@@ -98,7 +98,7 @@ def test_clusters(target: Target, dim: int, batch: int, heads_kv: int, len_kv: i
 @pytest.mark.parametrize(("batch", "len_kv"), [(8, 2048), (32, 4096), (33, 4096), (130, 1024)])
 @pytest.mark.parametrize("target", ONE_EACH)
 def test_whole_sequences(target: Target, batch: int, len_kv: int, len_q: int) -> None:
-    """Equal sequences that no share cuts need no counters; one more sequence, and some are cut."""
+    """Equal sequences that no share cuts have no parts in memory; one more sequence, and some are cut."""
     q, k, v = make_qkv(target, batch, (8, 8), len_q, len_kv, 64)
     cache = (x.transpose(1, 2) for x in (k, v))
     with poisoned_allocations():

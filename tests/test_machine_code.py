@@ -203,7 +203,7 @@ def test_descriptors_stay_in_uniform_registers(forward: list[Function], kernel: 
 def takes_places(kernel: dict) -> bool:
     """ALiBi by one more k-step of Q K^T: up to head dim 128, without a soft cap, but not for lists."""
     alone = kernel["alibi"] and not kernel["softcap"] and not kernel["general"]
-    return alone and kernel["mask"] == "composite" and kernel["head_dim_bucket"] <= 128
+    return alone and kernel["mask"] in ("causal", "composite") and kernel["head_dim_bucket"] <= 128
 
 
 @pytest.mark.parametrize(

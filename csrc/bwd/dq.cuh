@@ -227,12 +227,17 @@ struct DqWarpgroup {
     __syncwarp();
   }
 
-  // Adds it to memory. One thread.
-  __device__ __forceinline__ void add(int32_t piece, float* target) {
+  // Adds it to memory; the first turn stores it, so that in deterministic mode nobody has to clear the sum. One thread.
+  __device__ __forceinline__ void add(int32_t piece, float* target, int32_t turn) {
     const float* part = shared.staging[piece % Config::kStagings] + warp() * DqPiece::kWarpFloats;
-    sm90::ptx::cp_reduce_async_bulk(sm90::ptx::space_global, sm90::ptx::space_shared, sm90::ptx::op_add,
-                                    target + piece * DqPiece::kFloats + warp() * DqPiece::kWarpFloats, part,
-                                    DqPiece::kWarpFloats * sizeof(float));
+    float* to = target + piece * DqPiece::kFloats + warp() * DqPiece::kWarpFloats;
+    constexpr uint32_t kBytes = DqPiece::kWarpFloats * sizeof(float);
+    if (kOrdered && turn == 0) {
+      sm90::ptx::cp_async_bulk(sm90::ptx::space_global, sm90::ptx::space_shared, to, part, kBytes);
+    } else {
+      sm90::ptx::cp_reduce_async_bulk(sm90::ptx::space_global, sm90::ptx::space_shared, sm90::ptx::op_add, to, part,
+                                      kBytes);
+    }
     sm90::ptx::cp_async_bulk_commit_group();
   }
 
@@ -317,13 +322,13 @@ struct DqWarpgroup {
         stage(dq, piece);
         if (!kHeld && sm90::elect()) {
           if (kOrdered && piece == 0) wait_turn(static_cast<int32_t>(place), turn, seen);
-          add(piece, target);
+          add(piece, target, turn);
         }
       }
       if (kHeld && sm90::elect()) {
         if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
 #pragma unroll
-        for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target);
+        for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target, turn);
       }
       if constexpr (kOrdered) {
 #pragma unroll

@@ -11,7 +11,8 @@
 // Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
 // Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it.
 // Schedule    the numbered steps of the consumers.
-// Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h.
+// Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h;
+//             the first of them stores.
 #pragma once
 
 #include "bwd/consumer.cuh"

@@ -54,8 +54,12 @@ struct Postprocess {
     }
     if (first_row >= end_row) return;
     bool suspect = false;
+    // Deterministic mode: rows to which no key tile came hold whatever was there.
+    const int32_t* turns = params.prepared.turns;
+    const bool none = !Tiles::kPacked && turns != nullptr && turns[int64_t{block} / kBlocks * 4] == 0;
 #pragma unroll 1
     for (int32_t first = 0;;) {
+      if (none) clear(dq);
 #pragma unroll
       for (int32_t n = 0; n < kAtOnce; ++n) {
         suspect |= attn::any_nonfinite(dq[n]);
@@ -82,6 +86,15 @@ struct Postprocess {
       dq[e + 1] = quad.y * params.scale;
       dq[e + 2] = quad.z * params.scale;
       dq[e + 3] = quad.w * params.scale;
+    }
+  }
+
+  template <int kGroups>
+  static __device__ __forceinline__ void clear(float (&dq)[kGroups][32]) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int e = 0; e < 32; ++e) dq[n][e] = 0.0f;
     }
   }
 

@@ -1,5 +1,5 @@
-// Ahead of the main kernel: Δ = rowsum(dO ∘ O) - dlse and lse for every row, zeros for dQ, and which keys each row and each
-// tile of rows sees.
+// Ahead of the main kernel: Δ = rowsum(dO ∘ O) - dlse and lse for every row, zeros for dQ or its turns, and which keys each
+// row and each tile of rows sees.
 #pragma once
 
 #include "attn/slow_rows.cuh"
@@ -318,8 +318,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
                      from.residue * params.lse_stride_residue + row * params.lse_stride_seq];
   }
   sums.gather(params, from, rows);
-  if (!Tiles::kPacked || rows.begin < rows.end) clear_dq<Tiles>(params, block);
-  if (params.prepared.turns != nullptr && threadIdx.x < 4) {
+  if (params.prepared.turns == nullptr) {
+    if (!Tiles::kPacked || rows.begin < rows.end) clear_dq<Tiles>(params, block);
+  } else if (threadIdx.x < 4) {
     params.prepared.turns[int64_t{block} * 4 + threadIdx.x] = 0;
   }
   __syncthreads();

@@ -108,7 +108,8 @@ struct Loader {
     const int32_t offset = kTma ? lane() << p.piece_log2 : lane();
 #pragma unroll
     for (int32_t n = 0; n < kOwn; ++n) {
-      if (offset < kChunk && at + chunk(n) < walk.end) locate<kTma>(at + chunk(n), offset, page[n], slot[n]);
+      const int32_t place = at + chunk(n);
+      if (offset < kChunk && place < walk.end) locate<kTma>(chunk_number<Config>(place), offset, page[n], slot[n]);
     }
     return true;
   }

@@ -344,19 +344,33 @@ struct Merger {
     }
   }
 
-  // Stores the part that `walk` stands at; the last CTA to do so for its sequence merges all of them, in order.
+  // Waits until parts [begin, end) of a sequence are stored. Takes their marks away: a graph's next replay has the same ticket.
+  __device__ __forceinline__ void wait_for_parts(const Places& places, int32_t begin, int32_t end) const {
+#pragma unroll 1
+    for (int32_t n = begin + static_cast<int32_t>(threadIdx.x); n < end; n += Config::kAttending) {
+      uint64_t* arrived = p.arrived + (n == 0 ? places.first : places.others + int64_t{n} * places.step);
+      while (sm90::load_acquire(arrived) != p.ticket) {
+      }
+      *arrived = 0;
+    }
+  }
+
+  // Stores the part that `walk` stands at. The CTA that has a sequence's first part merges all of them, in order. It is its
+  // share's last sequence, and the other CTAs' first, so that it waits only for what it could not do without.
+  // SYNC: those other CTAs have begun: blocks begin in order, see slice_index().
   __device__ __forceinline__ void share_part(const Walk& walk, const Share& share) const {
     const Sequence& s = shared.table[walk.index].sequence;
-    int32_t parts = s.units;
+    const int2 units = shared.units_of(walk.index);
+    int32_t parts = s.units, mine = walk.at - units.x;  // mine: of the first ones
     int64_t own;
     Places places;
     if (p.plan == Plan::kBalanced) {
       // Every CTA has two places: for the part that its share begins with, and for one that begins later.
-      const int2 units = shared.units_of(walk.index);
-      const int32_t slice = static_cast<int32_t>(blockIdx.y), first = share.slice_of(units.x);
+      const int32_t first = share.slice_of(units.x);
       parts = share.slice_of(units.y - 1) - first + 1;
+      mine = 1;
       const auto place = [&](int64_t at) { return (at * jobs + job) * 2; };
-      own = place(slice) + (share.from < units.x);
+      own = place(slice_index()) + (share.from < units.x);
       places = {place(first) + (share.begin_of(first) < units.x), place(first), 2 * jobs};
     } else {
       const int64_t first = (int64_t{s.batch} * jobs + job) * p.parts;
@@ -365,15 +379,16 @@ struct Merger {
     }
     store_own(s, parts == 1, own);
     if (parts == 1) return;
-    // SYNC: the part is stored, and the addition below makes it visible to whoever sees it counted.
+    // SYNC: the part is stored.
     sync_attending<Config>();
-    if (threadIdx.x == 0) {
-      // SYNC: the counters are reset by the kernel before, which this one may have overtaken.
-      cudaGridDependencySynchronize();
-      shared.last = sm90::add_acq_rel(p.counters + int64_t{s.batch} * jobs + job, 1) == parts - 1;
+    if (share.from > units.x) {
+      if (threadIdx.x == 0) sm90::store_release(p.arrived + own, p.ticket);
+      return;
     }
+    if (walk.at < min_of(share.to, units.y)) return;
+    wait_for_parts(places, mine, parts);
+    // SYNC: whichever thread saw them.
     sync_attending<Config>();
-    if (!shared.last) return;
     merge_parts(s, places, parts);
   }
 };

@@ -63,8 +63,9 @@ struct KernelParams {
   int32_t parts;   // kFixed; kInvariant: at most so many
   float* part_o;   // (parts in all, part_rows, head_dim_v)
   float2* part_ml; // (parts in all, part_rows): reference and sum
-  int32_t* counters;  // (batch, heads_kv * row_groups): parts that are done; null: none is shared
-  bool waits;      // for the kernel before, which makes `selected` and resets the counters
+  uint64_t* arrived;  // (parts in all): `ticket` where a part is stored; null: no sequence is cut
+  uint64_t ticket;    // this call's alone
+  bool waits;      // for the kernel before, which makes `selected`
 };
 
 // What a plain kernel knows that there is not.
@@ -148,7 +149,6 @@ struct Shared {
   TableEntry table[Config::kClustered ? 1 : kTable];  // sequences in a row
   int32_t warp_units[kTable / 32];  // of 32 sequences of the table each
   int32_t table_begin;  // units before the table
-  bool last;  // this CTA's part was the last of its sequence
 
   static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
     return (stage * Config::kWarps + chunk) * 2;

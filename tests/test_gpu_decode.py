@@ -296,3 +296,28 @@ def test_calls_that_follow_each_other(len_kv: int) -> None:
         assert all(map(torch.equal, captured, expected))
         for x in captured[1:]:
             x.fill_(math.nan)
+
+
+# Clusters of 8 and 16 with two CTAs an SM, clusters of wide CTAs, shares.
+SHAPES = [(2, 8, 8192), (1, 8, 20000), (1, 8, 4096), (8, 4, 30000)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "heads_kv", "len_kv"), SHAPES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("len_q", [1, 2])
+def test_beside_another_kernel(len_q: int, dim: int, batch: int, heads_kv: int, len_kv: int) -> None:
+    """On an SM that works for another kernel too, whose loads and stores stand before ours: the same bits as alone."""
+    target = Target("sm90", "cuda", torch.bfloat16)
+    q, k, v = make_qkv(target, batch, (4 * heads_kv, heads_kv), len_q, len_kv, dim)
+    alone = flashmsa.attention(q, k, v, flashmsa.Causal())
+    other, much = torch.cuda.Stream(), torch.zeros(1 << 26, dtype=torch.int32, device="cuda")
+    outs = []
+    for n in range(80):
+        if n % 10 == 0:
+            with torch.cuda.stream(other):
+                for _ in range(6):
+                    much.add_(1)
+        outs.append(flashmsa.attention(q, k, v, flashmsa.Causal()))
+    torch.cuda.synchronize()
+    assert [n for n, out in enumerate(outs) if not torch.equal(out, alone)] == []

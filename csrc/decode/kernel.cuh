@@ -61,8 +61,11 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
                                              Attention<Config>& attention, const Sequence& sequence, int32_t number,
                                              int32_t slot, uint32_t parity) {
   constexpr int32_t kChunk = Config::kChunk;
-  // SYNC: the slot is filled again when all of its warps have read it.
+  // SYNC: the slot is filled again when all of its warps have read it. The fence is what holds the arrival back until they
+  // have: without it the last loads, whose values a product behind it takes, could still be on their way when the next chunk
+  // came, on an SM where another kernel's loads stand before them.
   const auto release = [&](int32_t index) {
+    sm90::fence_async_proxy();
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.empty[index].arrive();
   };

@@ -163,7 +163,7 @@ def explain(
         if gap is not None:
             notes.append(f"nor could {chosen} run it elsewhere: {gap}")
     decode = _decode_kernel(q, k, v, mask, wanted) if chosen == "sm90" else None
-    kernel = _kernel(q, v, wanted) if chosen == "sm90" and decode is None else None
+    kernel = _forward_kernel(q, k, v, mask, wanted) if chosen == "sm90" and decode is None else None
     backward = _backward_kernel(q, k, v, mask, wanted, deterministic) if chosen == "sm90" and wanted.backward else None
     if chosen == "sm90" and kernel is None and decode is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")
@@ -219,10 +219,17 @@ def _why_not(other: str, named: str | None, q: Tensor, wanted: Wanted) -> str:
     return f"{named} was asked for by name" if rejection is None else rejection.reason
 
 
-def _kernel(q: Tensor, v: Tensor, wanted: Wanted, **backward: Any) -> dict[str, Any] | None:
+def _kernel(q: Tensor, v: Tensor, wanted: Wanted, **facts: Any) -> dict[str, Any] | None:
     return _C.find_kernel(
-        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout, **backward
+        wanted.mask_kind, q.dtype, q.shape[3], v.shape[3], wanted.softcap, wanted.alibi, wanted.dropout, **facts
     )
+
+
+def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, wanted: Wanted) -> dict[str, Any] | None:
+    kind, ints, tensors = lower(mask)
+    if kind != COMPOSITE or tensors:
+        return _kernel(q, v, wanted)
+    return _kernel(q, v, wanted, mask_ints=ints, len_q=q.shape[2], len_kv=k.shape[2])
 
 
 def _backward_kernel(

@@ -68,7 +68,7 @@ def entries() -> Iterator[Entry]:
         "window",
         "SlidingWindow(3, 1)",
         "p − left ≤ j ≤ p + right",
-        "`fwd_composite`: the tiles of the band; those on its two edges are tested",
+        "`fwd_band`: the tiles of the band; those on its two edges are tested",
         SlidingWindow(3, 1),
         figure="±4096 in 32768: 669 TFLOP/s, 0.96 of dense",
     )
@@ -83,7 +83,8 @@ def entries() -> Iterator[Entry]:
         "prefix",
         "PrefixLM(5)",
         "j < prefix or j ≤ p; the prefix an int, or one for each batch",
-        "`fwd_composite`: causal's tiles and the prefix's; those on the diagonal and at the prefix's end are tested",
+        "`fwd_band`, with one for each batch `fwd_composite`: causal's tiles and the prefix's; those on the diagonal "
+        "and at the prefix's end are tested",
         PrefixLM(5),
         figure="4096 in 16384: 716 TFLOP/s, 0.98 of causal",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import warnings
 from pathlib import Path
@@ -309,6 +310,7 @@ def test_the_torch_tile_is_the_block_it_takes(monkeypatch: pytest.MonkeyPatch) -
 
 
 KERNELS = {0: "dense", 1: "causal", 2: "document", 3: "composite", 4: "composite", 5: "hash", 6: "block_sparse"}
+BANDS = ("window", "window-top-left", "prefix", "prefix-window", "and-alignments")
 
 
 @needs_kernels
@@ -316,13 +318,17 @@ KERNELS = {0: "dense", 1: "causal", 2: "document", 3: "composite", 4: "composite
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_the_kernel_of_every_mask(family: str, softcap: float, alibi: bool) -> None:
-    """Softcap and ALiBi are in the kernels of composite masks and lists alone; the others are run by these."""
+    """Softcap and ALiBi are in the kernels of composite masks and lists, one of the two in those of causal ones; other
+    masks are run by composite kernels. Of the composite masks, bands have kernels of their own.
+    """
     q, k, v = make(dtype=torch.bfloat16)
     mask = mask_for(family, 2, 100, 130, heads=(4, 2)).build()
     got = explain(q, k, v, mask, backend="sm90", softcap=softcap, alibi_slopes=torch.ones(4) if alibi else None)
     kernel = next(x for x in _C.kernels() if x["name"] == got.kernel)
     kind = 0 if mask is None else mask._lower()[0]
-    wanted = KERNELS[kind] if not (softcap or alibi) or kind == 6 else "composite"
+    options = softcap > 0 or alibi
+    own = not options or kind == 6 or (kind == 1 and not (softcap and alibi))
+    wanted = "composite" if not own else "band" if family in BANDS else KERNELS[kind]
     assert (kernel["mask"], kernel["softcap"], kernel["alibi"]) == (wanted, softcap > 0.0, alibi)
     assert any("kernels of intersections" in note for note in got.notes) == (kind < 3 and wanted == "composite")
     assert got.full + got.partial > 0 or got.pairs == 0
@@ -367,6 +373,31 @@ def test_the_kernel_of_packed_documents() -> None:
     assert not packed(3, deterministic=True)
     assert not packed(3, dropout_p=0.1)
     assert not packed(3, softcap=2.0)
+
+
+BAND_OR_NOT = {
+    "window": (SlidingWindow(9, 0), True),
+    "top-left": (SlidingWindow(9, 3, align="top-left"), True),
+    "prefix": (PrefixLM(5), True),
+    "both": (PrefixLM(5) & SlidingWindow(9, 9), True),
+    "right-alone": (SlidingWindow(math.inf, 4), True),
+    "ends-stay": (SlidingWindow(9, math.inf), False),
+    "sees-all": (SlidingWindow(math.inf, math.inf), False),
+    "first-keys": (SlidingWindow(9, 0, keep_first=2), False),
+    "by-batch": (PrefixLM(torch.tensor([5, 9], dtype=torch.int32)), False),
+    "documents": (SlidingWindow(9, 0) & Document(torch.tensor([0, 40, 130], dtype=torch.int32)), False),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", BAND_OR_NOT)
+def test_which_masks_are_bands(name: str) -> None:
+    """Those whose rows see one run of keys that ends further right from row to row, the same in every batch."""
+    q, k, v = make(dtype=torch.bfloat16, len_q=130, len_kv=130)
+    mask, is_band = BAND_OR_NOT[name]
+    got = explain(q, k, v, mask, backend="sm90")
+    assert got.kernel == f"fwd_{'band' if is_band else 'composite'}_d64_bf16"
+    assert got.pairs == int(mask.to_dense(130, 130).expand(2, 1, 130, 130).sum()) * q.shape[1]
 
 
 def test_dropout_is_described_on_the_cpu() -> None:

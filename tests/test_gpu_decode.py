@@ -98,7 +98,7 @@ def test_clusters(target: Target, dim: int, batch: int, heads_kv: int, len_kv: i
 @pytest.mark.parametrize(("batch", "len_kv"), [(8, 2048), (32, 4096), (33, 4096), (130, 1024)])
 @pytest.mark.parametrize("target", ONE_EACH)
 def test_whole_sequences(target: Target, batch: int, len_kv: int, len_q: int) -> None:
-    """Equal sequences that no share cuts need no counters; one more sequence, and some are cut."""
+    """Equal sequences that no share cuts have no parts in memory; one more sequence, and some are cut."""
     q, k, v = make_qkv(target, batch, (8, 8), len_q, len_kv, 64)
     cache = (x.transpose(1, 2) for x in (k, v))
     with poisoned_allocations():
@@ -265,3 +265,34 @@ def test_the_same_bits_again_and_in_a_graph() -> None:
         x.copy_(y)
     graph.replay()
     assert torch.equal(out, expected) and not torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("len_kv", [1024, 4096, 20000])
+def test_calls_that_follow_each_other(len_kv: int) -> None:
+    """A kernel may begin before the one ahead of it ends, and sees what that one wrote all the same."""
+    target = Target("sm90", "cuda", torch.bfloat16)
+    q, k, v = make_qkv(target, 1, (32, 8), 1, len_kv, 128)
+    caches = [make_qkv(target, 1, (32, 8), 1, len_kv, 128)[1:] for _ in range(6)]
+
+    def chain(between) -> list[torch.Tensor]:
+        """Each call's queries are the result of the one before; its keys and values are written between the two."""
+        outs = [q]
+        for keys, values in caches:
+            torch.add(keys, 0, out=k)
+            torch.add(values, 0, out=v)
+            for _ in range(3):
+                between()
+                outs.append(flashmsa.attention(outs[-1], k, v))
+        return outs
+
+    expected = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(lambda: None)
+    for _ in range(20):
+        assert all(map(torch.equal, chain(lambda: None), expected))
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+        for x in captured[1:]:
+            x.fill_(math.nan)

@@ -47,6 +47,7 @@ PLANS = {
     "all empty": [0, 0, 0],
     "short": [1024, 3, 0, 700],
     "a cluster each": [8192, 0, 5000],
+    "a cluster each, and they fill the SMs": [9000, 0, 1, 300, 8200, 33, 5000, 12000],
 }
 
 
@@ -127,7 +128,7 @@ def test_part_of_a_sequence_by_its_own_length() -> None:
 
 
 def test_repeated_calls_are_bitwise_equal() -> None:
-    """Whichever CTA is the last of a sequence merges the same parts in the same order."""
+    """However late its CTAs are, a sequence's parts are merged in the same order."""
     cache = make_cache(BF16, [9000, 4000, 12000], 16, 4, 128)
     q = queries(BF16, 3, 32, 1, 128)
     first = flashmsa.paged_attention(q, *cache.arguments())
@@ -138,7 +139,7 @@ def test_repeated_calls_are_bitwise_equal() -> None:
 @pytest.mark.parametrize("how", [{}, {"batch_invariant": True}], ids=str)
 @pytest.mark.parametrize("len_q", [1, 8])
 def test_what_else_runs_changes_no_bit(len_q: int, how: dict) -> None:
-    """Copies on another stream take SMs and bandwidth at changing times, so that other CTAs are the last."""
+    """Copies on another stream take SMs and bandwidth at changing times, so that other CTAs are waited for."""
     cache = make_cache(BF16, [20000, 300, 12000], 16, 4, 128)
     q = queries(BF16, 3, 32, len_q, 128)
     first = flashmsa.paged_attention(q, *cache.arguments(), return_lse=True, **how)
@@ -169,11 +170,21 @@ def test_packed_queries_and_tail() -> None:
     run_packed_and_check(BF16, q, cuts, cache, max_seqlen_q=4)
 
 
-def test_graphs_replayed_at_once() -> None:
-    """Two captures with workspaces of their own on two streams, lengths changed between replays."""
-    cache = make_cache(BF16, [8000, 300, 5000, 64], 16, 4, 128)
-    q = queries(BF16, 4, 16, 1, 128)
-    lens = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([8000, 300, 5000, 64], [17, 299, 0, 64])]
+REPLAYED = {
+    "clusters": ([8000, 300, 5000, 64], [17, 299, 0, 64]),
+    "parts through memory": ([20000, 300, 12000], [17, 299, 11000]),
+}
+
+
+@pytest.mark.parametrize("both", REPLAYED.values(), ids=REPLAYED)
+def test_graphs_replayed_at_once(both: tuple[list[int], list[int]]) -> None:
+    """Two captures with workspaces of their own on two streams, lengths changed between replays.
+
+    What the workspaces hold does not matter, be it from the replay before.
+    """
+    cache = make_cache(BF16, both[0], 16, 4, 128)
+    q = queries(BF16, len(both[0]), 16, 1, 128)
+    lens = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in both]
     expected = [flashmsa.paged_attention(q, *cache.arguments()[:3], x) for x in lens]
     streams = [torch.cuda.Stream() for _ in range(2)]
     own = [cache.lens.clone() for _ in range(2)]

@@ -145,6 +145,7 @@ def test_only_sm_90a() -> None:
 
 # wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG and UBLKRED add to memory.
 # Decode's few rows are mma.sync's (HMMA); its small pages, and the forward pass's rows by index, cp.async's (LDGSTS).
+# CTAs of a cluster send their parts to each other by stores that count on a barrier there (STAS).
 @pytest.mark.parametrize(
     "name, opcodes",
     [
@@ -152,7 +153,7 @@ def test_only_sm_90a() -> None:
         ("attention_backward_kernel", ("HGMMA", "UTMALDG", "UTMASTG", "UBLKRED|UTMAREDG")),
         ("paged_attention_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
         ("paged_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS")),
-        ("cluster_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS", "UCGABAR_WAIT")),
+        ("cluster_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS", "UCGABAR_WAIT", "STAS")),
     ],
 )
 def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, opcodes: tuple[str, ...]) -> None:
@@ -202,7 +203,7 @@ def test_descriptors_stay_in_uniform_registers(forward: list[Function], kernel: 
 def takes_places(kernel: dict) -> bool:
     """ALiBi by one more k-step of Q K^T: up to head dim 128, without a soft cap, but not for lists."""
     alone = kernel["alibi"] and not kernel["softcap"] and not kernel["general"]
-    return alone and kernel["mask"] == "composite" and kernel["head_dim_bucket"] <= 128
+    return alone and kernel["mask"] in ("causal", "composite") and kernel["head_dim_bucket"] <= 128
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,24 @@ def test_logits_of_thousands_under_a_cap(target: Target, softcap: float) -> None
 
 
 @FEW
+@pytest.mark.parametrize("family", ["causal", "window-keep", "blocks"])
+@pytest.mark.parametrize("softcap", [4.0, 50.0])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_logits_of_all_sizes_under_a_cap(target: Target, family: str, softcap: float, dim: int) -> None:
+    """From row to row and from key to key logits grow from far below the cap to far above it, or all are low: what
+    serves one part of a tile does not serve another."""
+    q, k, v = make_qkv(target, 1, (4, 2), 300, 400, dim)
+    rows = torch.linspace(-1.0, 4.0, 300, device=q.device).exp()[:, None]
+    keys = torch.ones(400, 1, device=q.device)
+    keys[70::130] = 20.0
+    low = torch.zeros(dim, device=q.device)
+    low[0] = 2.0 * dim**0.5
+    mask = mask_for(family, 1, 300, 400, heads=(4, 2))
+    for query, key in ((q * rows, k), (q, k * keys), (q + low, k - low / 4)):
+        run_and_check(target, query.to(q.dtype), key.to(k.dtype), v, mask, options=Options(softcap=softcap))
+
+
+@FEW
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_empty_rows_with_a_sink(target: Target, family: str) -> None:
     """Case 1 with a sink: out is 0 and lse the sink where a row sees nothing; also without keys, or without queries."""

@@ -4,9 +4,9 @@
 // factor = scale / cap, and ALiBi's slope is given in the same unit.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
+#include "attn/cap.h"
 #include "sm90/fragment.h"
 #include "sm90/matrix.cuh"
 
@@ -52,28 +52,11 @@ __device__ __forceinline__ float tanh_exact(float u) {
   return fabsf(u) < 0.5f ? small : large;
 }
 
-// Up to |u| = kShortEnd, tanh(u) is u (1 + t (kShort1 + kShort2 t)) to 5e-7.
-inline constexpr float kShortEnd = 0.25f;
-inline constexpr float kShort1 = -0.33324571f, kShort2 = 0.12876421f;
-
-// A soft cap as the kernels use it: in units of S. NOTE: made on the host, because constants cost no registers.
-struct CapParams {
-  float factor;  // scale / cap; 0: no cap
-  float inverse;  // 1 / factor
-  float short_end;  // kShortEnd, and
-  float short1, short2;  // the polynomial's coefficients
-
-  FLASHMSA_HD bool used() const { return factor != 0.0f; }
-};
-
-inline CapParams make_cap(double scale, double cap) {
-  if (cap <= 0) return {};
-  // NOTE: finite and not 0, as its inverse; and where powers of it, or of an S below short_end, could leave fp32's range,
-  // every S goes the long way.
-  const float factor = std::clamp(static_cast<float>(scale / cap), 1e-30f, 1e30f);
-  if (factor < 1e-9f || factor > 1e9f) return {factor, 1.0f / factor, 0.0f, 0.0f, 0.0f};
-  const float square = factor * factor;
-  return {factor, 1.0f / factor, kShortEnd / factor, kShort1 * square, kShort2 * square * square};
+// S becomes tanh(S * factor) / factor, whatever it is.
+template <int kCount>
+__device__ __forceinline__ void apply_softcap_exactly(float (&s)[kCount], const CapParams& cap) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) s[e] = tanh_exact(s[e] * cap.factor) * cap.inverse;
 }
 
 // S becomes tanh(S * factor) / factor.
@@ -90,8 +73,7 @@ __device__ __forceinline__ void apply_softcap(float (&s)[kCount], const CapParam
   }
   // The bits of positive floats are ordered as integers. A NaN may pass unseen, and stays one on either way.
   if (__any_sync(~0u, largest >= __float_as_int(cap.short_end))) {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) s[e] = tanh_exact(s[e] * cap.factor) * cap.inverse;
+    apply_softcap_exactly(s, cap);
   } else {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {

@@ -31,6 +31,11 @@ struct BlockShift {
   float distance[2];  // of a thread's two rows; of either sign
 };
 
+// A row's maximum as the softmax has it, of a row's maximum of S.
+struct AsItIs {
+  __device__ __forceinline__ float operator()(float maximum) const { return maximum; }
+};
+
 struct OnlineSoftmax {
   float reference[2] = {kNegativeInfinity, kNegativeInfinity};  // in the exponent's units; -inf: no visible key yet
   float sum[2] = {0.0f, 0.0f};  // over this thread's columns only, until finish()
@@ -66,10 +71,24 @@ struct OnlineSoftmax {
     }
   }
 
-  // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take.
-  template <int kCount, class Shift = NoShift>
+  // The largest |S| of a thread's two rows, as bits, which are ordered as integers. A NaN may pass unseen.
+  template <int kCount>
+  static __device__ __forceinline__ void largest(const float (&s)[kCount], int32_t (&size)[2]) {
+    const auto of_pair = [&](int e) { return __float_as_int(fmaxf(fabsf(s[e]), fabsf(s[e + 1]))); };
+    size[0] = size[1] = 0;
+#pragma unroll
+    for (int e = 0; e < kCount; e += 8) {
+      size[0] = max(max(of_pair(e), of_pair(e + 4)), size[0]);
+      size[1] = max(max(of_pair(e + 2), of_pair(e + 6)), size[1]);
+    }
+  }
+
+  // Moves the references to the rows' maxima so far; returns the factors that O and l of the old references take. `curve`: what
+  // is still to be done to S before the softmax.
+  template <int kCount, class Shift = NoShift, class Curve = AsItIs>
   __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float inverse_scale_log2,
-                                        float (&factor)[2], const Shift& shift = Shift()) {
+                                        float (&factor)[2], const Shift& shift = Shift(),
+                                        const Curve& curve = Curve()) {
     // Two chains a row: the even columns, the odd ones.
     float maximum[2] = {s[0], s[2]}, odd[2] = {s[1], s[3]};
 #pragma unroll
@@ -84,6 +103,7 @@ struct OnlineSoftmax {
     for (int slot = 0; slot < 2; ++slot) {
       maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 1));
       maximum[slot] = fmaxf(maximum[slot], __shfl_xor_sync(~0u, maximum[slot], 2));
+      maximum[slot] = curve(maximum[slot]);
       const float old_reference = reference[slot];
       if constexpr (Shift::kNone) {
         reference[slot] = fmaxf(old_reference, maximum[slot] * scale_log2);
@@ -116,6 +136,23 @@ struct OnlineSoftmax {
       const float p1 = sm90::exp2_approx(fmaf(s[e + 1], scale_log2, minus[slot]));
       sum[slot] += p0 + p1;
       p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(p0, p1));
+    }
+  }
+
+  // The same in two parts, by an exponent of its own, exponent(S, -reference): in place first, packed when the registers of the P
+  // before are free.
+  template <class Exponent, int kCount>
+  __device__ __forceinline__ void exponentiate_in_place(const Exponent& exponent, float (&s)[kCount]) const {
+    const float minus[2] = {offset(0), offset(1)};
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] = sm90::exp2_approx(exponent(s[e], minus[sm90::Accumulator::row_slot(e)]));
+  }
+  template <class Element, int kCount, class Kept>
+  __device__ __forceinline__ void pack(const float (&s)[kCount], uint32_t (&p)[kCount / 8][4], const Kept& kept) {
+#pragma unroll
+    for (int e = 0; e < kCount; e += 2) {
+      sum[sm90::Accumulator::row_slot(e)] += s[e] + s[e + 1];
+      p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(s[e], s[e + 1]));
     }
   }
 

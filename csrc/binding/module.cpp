@@ -201,6 +201,7 @@ const char* mask_name(MaskKind kind) {
   if (kind == mask::Mask::kKind) return mask::Mask::kName;
   FLASHMSA_FOR_EACH_MASK(FLASHMSA_NAME)
   FLASHMSA_NAME(Hash)
+  FLASHMSA_NAME(Band)
 #undef FLASHMSA_NAME
   return "unknown";
 }
@@ -276,10 +277,12 @@ py::list backward_kernels() {
 
 py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v, bool softcap,
                        bool alibi, bool dropout, bool backward, int32_t documents, bool causal, int32_t len_q,
-                       int32_t len_kv, bool deterministic) {
+                       int32_t len_kv, bool deterministic, const std::vector<int64_t>& mask_ints) {
 #ifdef FLASHMSA_WITH_CUDA
   BackwardParams call;
   AttentionParams& params = call.forward;
+  std::vector<at::Tensor> held;
+  if (!mask_ints.empty()) params.mask = make_mask(mask, mask_ints, {}, 1, held);
   params.mask.kind = kernel_kind(static_cast<MaskKind>(mask));
   // What lowering does beside that, as far as dropout asks: it strides tokens, or sorts them.
   const int32_t some_order = 0;
@@ -292,11 +295,11 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
   params.dtype = core_dtype(dtype);
   params.head_dim = head_dim;
   params.head_dim_v = head_dim_v;
+  params.len_q = len_q;
+  params.len_kv = len_kv;
   if (backward) {
     params.mask.num_documents = documents;
     params.mask.causal = causal;
-    params.len_q = len_q;
-    params.len_kv = len_kv;
     call.deterministic = deterministic;
     const bwd::KernelInfo* kernel = bwd::find_kernel(call);
     if (kernel != nullptr) return describe(*kernel);
@@ -384,8 +387,10 @@ PYBIND11_MODULE(_C, m) {
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
         py::arg("dropout") = false, py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false,
         py::arg("len_q") = 0, py::arg("len_kv") = 0, py::arg("deterministic") = false,
+        py::arg("mask_ints") = std::vector<int64_t>(),
         "The kernel for a mask kind, dtype, head dims and options, or None. For the backward pass of a document mask "
-        "it depends on the documents' number, the lengths and deterministic mode too.");
+        "it depends on the documents' number, the lengths and deterministic mode too; for the forward pass of a "
+        "composite mask without tensors on its ints and the lengths.");
   m.def("few_queries_kernel", torch::wrap_pybind_function(&few_queries_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("batch"), py::arg("heads_q"), py::arg("heads_kv"), py::arg("len_q"), py::arg("len_kv"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("alibi") = false, py::arg("from_start") = false,

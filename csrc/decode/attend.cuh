@@ -334,7 +334,13 @@ struct Attention {
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; ++j) {
       *reinterpret_cast<float2*>(&rows[row][j * 8 + column]) = {o[4 * j], o[4 * j + 1]};
-      *reinterpret_cast<float2*>(&rows[row + 8][j * 8 + column]) = {o[4 * j + 2], o[4 * j + 3]};
+    }
+    // PERF: most calls have no more than eight rows.
+    if (p.part_rows > first_row + 8) {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        *reinterpret_cast<float2*>(&rows[row + 8][j * 8 + column]) = {o[4 * j + 2], o[4 * j + 3]};
+      }
     }
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {

@@ -25,7 +25,7 @@ std::vector<KernelInfo> kernels();
 // The kernel that would run these params; nullptr: too many query rows for a kv head, or no such dtype or head dim.
 const KernelInfo* find_kernel(const PagedParams& params);
 
-// Bytes of device memory beside the outputs: parts of rows and counters. 16-byte aligned; its content does not matter.
+// Bytes of device memory beside the outputs: parts of rows and their marks. 16-byte aligned; its content does not matter.
 // Depends on shapes alone, not on what lengths and tables hold, so that a captured graph keeps its own.
 size_t workspace_size(const PagedParams& params, int32_t num_sms);
 

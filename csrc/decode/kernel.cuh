@@ -3,11 +3,13 @@
 // Roles       four or eight warps attend, four load, a chunk or two of each tile. The rows of a kv head, its query heads for every query, fill 1, 2 or 4 tiles of
 //             16; each warp has one tile and, with the others of that tile, deals out the chunks of keys.
 // Shared      a ring of tiles of K and V, a chunk for each warp; O, references and sums of the warps: shared.cuh.
-// Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk.
+// Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk; in a
+//             cluster pushed_full (bytes of the parts that other CTAs send) and the named ones kBegun and kAttended: merge.cuh.
 // Schedule    0. find the CTA's share from the lengths
 //             1. a part: queries to registers, the rows' keys to shared memory
 //             2. a chunk: wait K, S = Q K^T, softmax, wait V, O += P V
-//             3. the warps' O, references and sums to shared memory; merged, and merged with other CTAs' parts
+//             3. the warps' O, references and sums to shared memory; merged, and merged with other CTAs' parts by the CTA
+//                that has the sequence's first
 //             4. the next part
 // Blocks      paged_decode_kernel: (head, slice), heads first, so that neighbours read the same tokens' heads together;
 //             cluster_decode_kernel: (rank, head, sequence).
@@ -53,8 +55,8 @@ __device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config
   }
 }
 
-// A chunk: K, V and what is between.
-template <class Config>
+// A chunk: K, V and what is between. kSimple: all rows see all of it, and nothing is done to its scores.
+template <bool kSimple, class Config>
 __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Config>& shared,
                                              Attention<Config>& attention, const Sequence& sequence, int32_t number,
                                              int32_t slot, uint32_t parity) {
@@ -69,11 +71,11 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
   attention.scores(s, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot])));
   release(slot);
 
-  if (Options<Config>{p}.softcap()) [[unlikely]]
+  if (!kSimple && Options<Config>{p}.softcap()) [[unlikely]]
     attn::apply_softcap(s, p.cap);
-  bool masked = !contains(attention.whole_chunks, number);
+  bool masked = !kSimple && !contains(attention.whole_chunks, number);
   uint2 seen = {0, 0};
-  if (masked || Options<Config>{p}.alibi()) [[unlikely]] {
+  if (!kSimple && (masked || Options<Config>{p}.alibi())) [[unlikely]] {
     const int32_t own = attention.own_key(sequence, number);
     masked = !__all_sync(~0u, contains(attention.whole, own) || threadIdx.x % 32 >= kChunk);
     if (masked || Options<Config>{p}.alibi()) seen = attention.apply_rules(s, sequence, own, masked);
@@ -94,6 +96,10 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
 template <class Config>
 __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config>& shared, Attention<Config>& attention,
                                             const Sequence& sequence, int32_t begin, int32_t end, RingPlace& ring) {
+  // PERF: where instructions and not memory limit, simple chunks, as most are, by code of their own, or what is done to others
+  // lies between: 64 rows, causal, 2 % faster. Plain kernels have less of it; clusters' code is to be short.
+  constexpr bool kApart = Config::kWarps > kLoaders && !Config::kPlain && !Config::kClustered;
+  const bool simple = !Options<Config>{p}.softcap() && !Options<Config>{p}.alibi();
   const int32_t group = threadIdx.x / 32 >> p.row_tiles_log2, groups = Config::kWarps >> p.row_tiles_log2;
 #pragma unroll 1
   for (int32_t tile = begin; tile < end; tile += Config::kWarps) {
@@ -101,7 +107,12 @@ __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config
     for (int32_t chunk = group; chunk < Config::kWarps; chunk += groups) {
       const int32_t slot = Shared<Config>::k_slot(ring.stage, chunk);
       if (tile + chunk < end) [[likely]] {
-        attend_chunk(p, shared, attention, sequence, tile + chunk, slot, ring.parity);
+        const int32_t number = chunk_number<Config>(tile + chunk);
+        if (kApart && simple && contains(attention.whole_chunks, number)) {
+          attend_chunk<true>(p, shared, attention, sequence, number, slot, ring.parity);
+        } else {
+          attend_chunk<false>(p, shared, attention, sequence, number, slot, ring.parity);
+        }
       } else {
         // SYNC: a slot that goes round empty is given back when it was given, not before.
         shared.full[slot].wait(ring.parity);
@@ -150,24 +161,27 @@ struct Cta {
     }
   }
 
-  // Barriers by the first warp that loads, rows by the next two; before the first block barrier.
+  // By the warps that load, each for its own chunks: it needs no other warp's barriers to begin.
   __device__ __forceinline__ void begin() const {
-    if (warp == Config::kWarps) {
-      // PERF: one thread, known as one to the compiler, or each becomes a loop over lanes.
-      if (sm90::elect()) {
-        const uint32_t arrivals = p.by_tma ? 1 : 32, readers = 1 << p.row_tiles_log2;
+    // PERF: one thread, known as one to the compiler, or each becomes a loop over lanes.
+    if (sm90::elect()) {
+      sm90::prefetch_pool(p.k_map);
+      sm90::prefetch_pool(p.v_map);
+      const uint32_t arrivals = p.by_tma ? 1 : 32, readers = 1 << p.row_tiles_log2;
 #pragma unroll
-        for (int32_t slot = 0; slot < Config::kSlots; ++slot) {
-          shared.full[slot].init(arrivals);
-          shared.empty[slot].init(readers);
-        }
-        sm90::fence_barrier_init();
-        sm90::prefetch_pool(p.k_map);
-        sm90::prefetch_pool(p.v_map);
+      for (int32_t n = 0; n < Config::kSlots / kLoaders; ++n) {
+        const int32_t slot = n / 2 * 2 * kLoaders + (warp - Config::kWarps) * 2 + n % 2;
+        shared.full[slot].init(arrivals);
+        shared.empty[slot].init(readers);
       }
-      __syncwarp();
+      sm90::fence_barrier_init();
     }
-    write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - Config::kAttending - 32);
+    __syncwarp();
+  }
+
+  // By the warps that load.
+  __device__ __forceinline__ void write_rows() const {
+    decode::write_rows(p, shared, head, group_row, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
   }
 
   // By the warps that load. PERF: the first queries go ahead of the first chunks, or they would wait for all of them; those that
@@ -213,7 +227,7 @@ __device__ __forceinline__ void attend_share(const KernelParams& p, Shared<Confi
 template <bool kAttends, class Config, class Work>
 __device__ __forceinline__ void walk_share(const KernelParams& p, Shared<Config>& shared, const Cta<Config>& cta,
                                            const Work& work) {
-  const int32_t slice = static_cast<int32_t>(blockIdx.y);
+  const int32_t slice = slice_index();
   // SYNC: behind the barrier, as it reads the CTA's rows too.
   const auto store_unseen = [&](bool unseen) {
     if (!unseen) [[likely]]
@@ -267,6 +281,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
   if (!cta.attends()) {
     cta.template take_registers<false>();
     cta.begin();
+    cta.write_rows();
+    if (p.query_pages != nullptr) [[unlikely]]
+      prefetch_listed(p, cta.head, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
     walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {
       cta.prefetch_first_queries(shared.table[walk.index].sequence);
       Loader<Config, Walk>{p, shared, cta.head, cta.warp - Config::kWarps, walk}.run(cta.ring);
@@ -290,30 +307,36 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   const int32_t batch = static_cast<int32_t>(blockIdx.z);
   Cta<Config> cta(p, shared, static_cast<int32_t>(blockIdx.y));
-  sm90::cluster_arrive_relaxed();
+  cta.merger.begin_cluster();
 
   if (!cta.attends()) {
     cta.template take_registers<false>();
     cta.begin();
-    if (threadIdx.x == Config::kThreads - 1) {
-      shared.table[0].sequence = read_sequence<Config>(p, batch);
-    }
-    // SYNC: barriers, rows, rules and the sequence are there.
-    __syncthreads();
-    Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps}.run(cta.ring);
-    cta.merger.wait_for_cluster(shared.table[0].sequence);
+    // SYNC: the barriers are there. PERF: for those that attend to wait for; who loads waits for nothing, and leaves to later
+    // what only a merge needs.
+    sm90::bar_arrive(kBegun, Config::kThreads);
+    const Sequence sequence = read_sequence<Config>(p, batch);
+    Loader<Config, ClusterWalk>{p, shared, cta.head, cta.warp - Config::kWarps, {sequence}}.run(cta.ring);
+    cta.write_rows();
+    // SYNC: the rows are there.
+    sm90::bar_arrive(kAttended, Config::kThreads);
+    cta.merger.wait_for_cluster(sequence);
     return;
   }
   cta.template take_registers<true>();
   typename Attention<Config>::QueryBits bits;
   cta.attention.ask_queries({batch, 0, p.len_q}, cta.head, cta.group_row, bits);
-  // PERF: read twice, by each role for itself: one barrier less.
-  write_rules(p, shared, cta.head, cta.group_row, read_sequence<Config>(p, batch));
-  // SYNC: barriers, rows, rules and the sequence are there.
-  __syncthreads();
+  {
+    // PERF: read twice, by each role for itself: one barrier less.
+    const Sequence sequence = read_sequence<Config>(p, batch);
+    write_rules(p, shared, cta.head, cta.group_row, sequence);
+    if (threadIdx.x == 0) shared.table[0].sequence = sequence;
+  }
+  // SYNC: barriers, rules and the sequence are there.
+  sm90::bar_sync(kBegun, Config::kThreads);
   const Sequence& sequence = shared.table[0].sequence;
   cta.attention.take_queries(bits);
-  ClusterWalk walk;
+  ClusterWalk walk{sequence};
   walk.next(p, shared);
   cta.attend(sequence, walk.begin, walk.end);
   cta.merger.merge_cluster(sequence);

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <string>
 
 #include "core/cuda_check.h"
@@ -17,12 +18,19 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
-// PERF: up to kShortClusterKeys no warp has more than a chunk, and more warps are of no use. Up to kClusterKeys a cluster a sequence and head is faster than all SMs and a merge through memory; up to
-// kLongClusterKeys where clusters, of 16 CTAs if so many find room, fill the SMs and sequences are equal. Their CTAs do not
-// spread evenly over the SMs, which longer sequences feel.
-inline constexpr int32_t kShortClusterKeys = 1024, kClusterKeys = 8192, kLongClusterKeys = 49152;
-// PERF: streams of at most a few times the L2 are faster when they leave it at once.
-inline constexpr int64_t kEvictFirstBytes = int64_t{240} << 20;
+// PERF: up to kShortClusterKeys no warp has more than two chunks, and more warps only take longer to merge. Up to kClusterKeys a
+// cluster a sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16
+// CTAs if so many find room, fill the SMs. Their CTAs do not spread evenly over the SMs, which longer sequences feel. With
+// lengths that the host does not know up to kUnequalClusterKeys: clusters that are left alone read at most twice as fast.
+inline constexpr int32_t kShortClusterKeys = 2048, kClusterKeys = 8192, kUnequalClusterKeys = 32768,
+                         kLongClusterKeys = 49152;
+// PERF: slots of a box of long streams. Its columns come 64 at a time, so that the halves of a longer box's rows come from memory
+// apart: with 32 slots 1 to 3 % slower, with 8 the same. Where the latency counts, fewer boxes are faster.
+inline constexpr int32_t kStreamPiece = 16;
+// PERF: streams of at most a few times the L2 are faster when they leave it at once; what it holds stays there for the next call.
+inline constexpr int64_t kStayBytes = int64_t{40} << 20, kEvictFirstBytes = int64_t{240} << 20;
+// The same of listed pages, some of which are brought there ahead.
+inline constexpr int64_t kEvictFirstListedBytes = int64_t{320} << 20;
 
 // Lets the kernel have its shared memory, and clusters of 16 CTAs.
 template <class Config>
@@ -57,9 +65,9 @@ struct Grid {
   Plan plan;
   bool wide;  // twice the warps
   int32_t slices, parts, ctas;
-  bool shared;  // sequences may be cut: parts and counters
+  bool shared;  // sequences may be cut: parts and their marks
   int64_t parts_in_all;
-  size_t counters, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
+  size_t arrived, part_ml, part_o, selected, selected_count, bytes;  // offsets, and the end
 };
 
 // NOTE: causal with one query a sequence forbids nothing.
@@ -119,7 +127,9 @@ bool choose_clusters(const PagedParams& p, int32_t num_sms, Grid& grid) {
       grid.slices = 16;
     }
     const bool fills = clusters * grid.slices * 8 >= num_sms * 7;
-    if (grid.capacity > kClusterKeys && !(fills && equal_work(p))) return false;
+    const bool alike =
+        equal_work(p) || (p.query_pages == nullptr && !is_banded(p) && grid.capacity <= kUnequalClusterKeys);
+    if (grid.capacity > kClusterKeys && !(fills && alike)) return false;
     if (clusters > clusters_at_once<typename Kernels::PackedCluster>(grid.slices)) return false;
   }
   grid.plan = Plan::kCluster;
@@ -184,7 +194,7 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
     grid.bytes += (bytes + 15) / 16 * 16;
     return place;
   };
-  grid.counters = take(grid.shared ? sizeof(int32_t) * p.batch * grid.jobs : 0);
+  grid.arrived = take(sizeof(uint64_t) * grid.parts_in_all);
   grid.part_ml = take(sizeof(float2) * grid.parts_in_all * grid.rows);
   grid.part_o = take(sizeof(float) * grid.parts_in_all * grid.rows * p.head_dim_v);
   const size_t listed = p.query_pages != nullptr ? size_t{1} * p.batch * p.pages_per_block : 0;
@@ -202,7 +212,8 @@ template <class Config>
 void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
   params.k = p.k_pages;
   params.v = p.v_pages;
-  params.piece = Config::kChunk;
+  const bool brief = grid.plan == Plan::kCluster && grid.capacity <= kClusterKeys;
+  params.piece = brief ? Config::kChunk : min_of(Config::kChunk, kStreamPiece);
   if (p.block_table != nullptr || p.query_pages != nullptr) {
     while (p.page_size % params.piece != 0) params.piece /= 2;
   }
@@ -218,8 +229,13 @@ void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
     params.piece = Config::kChunk;
   }
   while (1 << params.piece_log2 < params.piece) ++params.piece_log2;
-  const int64_t keys = min_of<int64_t>(int64_t{p.batch} * grid.capacity, int64_t{p.num_pages} * p.page_size);
-  const bool once = grid.row_groups == 1 && keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2 <= kEvictFirstBytes;
+  const bool listed = p.query_pages != nullptr;
+  const int64_t each =
+      listed ? min_of(int64_t{p.pages_per_block} * p.page_size, int64_t{grid.capacity}) : grid.capacity;
+  const int64_t keys = min_of(p.batch * each, int64_t{p.num_pages} * p.page_size);
+  const int64_t bytes = keys * p.heads_kv * (p.head_dim + p.head_dim_v) * 2;
+  const bool once =
+      grid.row_groups == 1 && bytes > kStayBytes && bytes <= (listed ? kEvictFirstListedBytes : kEvictFirstBytes);
   params.policy = once ? sm90::kEvictFirst : sm90::kEvictNormal;
 }
 
@@ -238,6 +254,19 @@ inline void set_score(const PagedParams& p, KernelParams& params) {
   params.alibi_slopes = p.alibi_slopes;
   params.alibi_stride_batch = p.alibi_stride_batch;
   params.alibi_factor = std::min(static_cast<float>(1.0 / scale), kMax);
+}
+
+// A number that no call had before, and that uninitialised memory does not hold but by a chance of 2^-64.
+inline uint64_t next_ticket() {
+  static std::atomic<uint64_t> calls = [] {
+    std::random_device device;
+    return uint64_t{device()} << 32 | device();
+  }();
+  uint64_t x = calls.fetch_add(1, std::memory_order_relaxed);
+  // An invertible mix of its bits: neighbours differ in half of them.
+  x = (x ^ x >> 32) * 0x9E3779B97F4A7C15;
+  x = (x ^ x >> 29) * 0xD6E8FEB86659FD93;
+  return x ^ x >> 32;
 }
 
 template <class Config>
@@ -277,7 +306,8 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
   params.parts = grid.parts;
   char* space = static_cast<char*>(workspace);
   if (grid.shared) {
-    params.counters = reinterpret_cast<int32_t*>(space + grid.counters);
+    params.arrived = reinterpret_cast<uint64_t*>(space + grid.arrived);
+    params.ticket = next_ticket();
     params.part_ml = reinterpret_cast<float2*>(space + grid.part_ml);
     params.part_o = reinterpret_cast<float*>(space + grid.part_o);
   }
@@ -285,8 +315,9 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
     params.selected = reinterpret_cast<const int2*>(space + grid.selected);
     params.selected_count = reinterpret_cast<const int32_t*>(space + grid.selected_count);
     params.selected_stride = p.pages_per_block;
+    params.query_pages = p.pages_per_block > 0 ? p.query_pages : nullptr;
   }
-  params.waits = params.counters != nullptr || params.selected != nullptr;
+  params.waits = params.selected != nullptr;
   return params;
 }
 
@@ -338,11 +369,7 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
   const Grid grid = make_grid<Kernels>(p, num_sms);
   const KernelParams params = make_params<typename Kernels::Shares>(p, grid, workspace);
   if (params.waits) {
-    const PrepareParams before = {params.counters,
-                                  grid.jobs,
-                                  p.query_pages,
-                                  p.pages_per_block,
-                                  const_cast<int2*>(params.selected),
+    const PrepareParams before = {p.query_pages, p.pages_per_block, const_cast<int2*>(params.selected),
                                   const_cast<int32_t*>(params.selected_count)};
     prepare(p, before, grid.capacity, stream);
   }

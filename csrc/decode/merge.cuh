@@ -39,10 +39,13 @@ struct RowPart {
   }
 };
 
-// The barrier of all warps that attend.
+// Named barriers of a CTA.
+inline constexpr uint32_t kAttended = 1, kBegun = 2;
+
+// The barrier of all warps that attend. In a cluster the others, who write the rows' places, arrive at it too.
 template <class Config>
 __device__ __forceinline__ void sync_attending() {
-  sm90::bar_sync(1, Config::kAttending);
+  sm90::bar_sync(kAttended, Config::kClustered ? Config::kThreads : Config::kAttending);
 }
 
 template <class Config>
@@ -64,7 +67,13 @@ struct Merger {
     int32_t row, step, column;
   };
   __device__ __forceinline__ Items items() const {
-    const int32_t quads = p.head_dim_v / 4, thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t thread = static_cast<int32_t>(threadIdx.x);
+    // PERF: no divisions where the columns are as many as the bucket's.
+    if (p.head_dim_v == Config::kHeadDim) [[likely]] {
+      constexpr int32_t kQuads = Config::kHeadDim / 4;
+      return {thread / kQuads, Config::kAttending / kQuads, thread % kQuads * 4};
+    }
+    const int32_t quads = p.head_dim_v / 4;
     const int32_t step = Config::kAttending / quads, row = thread / quads;
     // Threads that are left over have no row.
     return {row < step ? row : kGroupRows, step, (thread - row * quads) * 4};
@@ -157,33 +166,53 @@ struct Merger {
 
   // ---- Parts of the CTAs of a cluster, through each other's shared memory ---------------------------------------------
 
+  // By all threads, first of all.
+  __device__ __forceinline__ void begin_cluster() const {
+    // PERF: by a warp that attends; those that load are what all wait for.
+    if (threadIdx.x < 32) {
+      if (sm90::elect()) {
+        shared.pushed_full.init(1);
+        sm90::fence_barrier_init();
+      }
+      __syncwarp();
+    }
+    sm90::cluster_arrive_relaxed();
+  }
+
   // Rows are dealt to the CTAs; each sends its parts to the row's. Sixteen rows at a time: so many parts of rows arrive at
-  // most. PERF: stores into another CTA's memory pass while the barrier does; loads from it would take a round trip behind.
+  // most. PERF: the stores count on a barrier of the row's CTA, which waits for its parts alone; the others wait for nothing.
   __device__ __forceinline__ void merge_cluster(const Sequence& s) const {
     const int32_t rows = rows_of(s), size_log2 = cluster_size_log2(), rank = static_cast<int32_t>(blockIdx.x);
     const Items mine = items();
-    // SYNC: every CTA of the cluster has begun, so that its memory is there.
+    uint32_t parity = 0;
+    // SYNC: every CTA of the cluster has begun, so that its memory and its barrier are there.
     sm90::cluster_wait();
 #pragma unroll 1
     for (int32_t base = 0; base < rows; base += kTileRows) {
       const int32_t here = min_of(rows - base, kTileRows);
+      const int32_t own = here > rank ? (here - rank - 1 >> size_log2) + 1 : 0;
       // SYNC: the rows before are read.
       if (base > 0) sm90::cluster_sync();
+      if (threadIdx.x == 0 && own > 0) {
+        shared.pushed_full.arrive_expect((own << size_log2) * (p.head_dim_v * 4 + 8));
+      }
 #pragma unroll 1
       for (int32_t row = mine.row; row < here; row += mine.step) {
         const RowPart part = of_warps(base + row, mine.column);
         const uint32_t target = row & ((1 << size_log2) - 1);
         const int32_t place = (row >> size_log2 << size_log2) + rank;
-        sm90::store_cluster(sm90::map_shared(&shared.pushed[place][mine.column], target), part.o);
+        const uint32_t barrier = sm90::map_shared(&shared.pushed_full, target);
+        sm90::store_async(sm90::map_shared(&shared.pushed[place][mine.column], target), part.o, barrier);
         if (mine.column == 0) {
-          sm90::store_cluster(sm90::map_shared(&shared.pushed_ml[place], target),
-                              make_float2(part.reference, part.sum));
+          sm90::store_async(sm90::map_shared(&shared.pushed_ml[place], target), make_float2(part.reference, part.sum),
+                            barrier);
         }
       }
-      // SYNC: every CTA's parts are there.
-      sm90::cluster_sync();
+      if (own == 0) continue;
+      shared.pushed_full.wait(parity);
+      parity ^= 1;
 #pragma unroll 1
-      for (int32_t n = mine.row; (n << size_log2) + rank < here; n += mine.step) {
+      for (int32_t n = mine.row; n < own; n += mine.step) {
         RowPart part;
 #pragma unroll 1
         for (int32_t place = n << size_log2; place < (n + 1) << size_log2; place += 8) {
@@ -206,10 +235,7 @@ struct Merger {
     const int32_t rows = rows_of(s);
     __syncwarp();
     sm90::cluster_wait();
-    for (int32_t base = 0; base < rows; base += kTileRows) {
-      if (base > 0) sm90::cluster_sync();
-      sm90::cluster_sync();
-    }
+    for (int32_t base = kTileRows; base < rows; base += kTileRows) sm90::cluster_sync();
   }
 
   // ---- Parts of CTAs anywhere, through memory -------------------------------------------------------------------------
@@ -318,19 +344,33 @@ struct Merger {
     }
   }
 
-  // Stores the part that `walk` stands at; the last CTA to do so for its sequence merges all of them, in order.
+  // Waits until parts [begin, end) of a sequence are stored. Takes their marks away: a graph's next replay has the same ticket.
+  __device__ __forceinline__ void wait_for_parts(const Places& places, int32_t begin, int32_t end) const {
+#pragma unroll 1
+    for (int32_t n = begin + static_cast<int32_t>(threadIdx.x); n < end; n += Config::kAttending) {
+      uint64_t* arrived = p.arrived + (n == 0 ? places.first : places.others + int64_t{n} * places.step);
+      while (sm90::load_acquire(arrived) != p.ticket) {
+      }
+      *arrived = 0;
+    }
+  }
+
+  // Stores the part that `walk` stands at. The CTA that has a sequence's first part merges all of them, in order. It is its
+  // share's last sequence, and the other CTAs' first, so that it waits only for what it could not do without.
+  // SYNC: those other CTAs have begun: blocks begin in order, see slice_index().
   __device__ __forceinline__ void share_part(const Walk& walk, const Share& share) const {
     const Sequence& s = shared.table[walk.index].sequence;
-    int32_t parts = s.units;
+    const int2 units = shared.units_of(walk.index);
+    int32_t parts = s.units, mine = walk.at - units.x;  // mine: of the first ones
     int64_t own;
     Places places;
     if (p.plan == Plan::kBalanced) {
       // Every CTA has two places: for the part that its share begins with, and for one that begins later.
-      const int2 units = shared.units_of(walk.index);
-      const int32_t slice = static_cast<int32_t>(blockIdx.y), first = share.slice_of(units.x);
+      const int32_t first = share.slice_of(units.x);
       parts = share.slice_of(units.y - 1) - first + 1;
+      mine = 1;
       const auto place = [&](int64_t at) { return (at * jobs + job) * 2; };
-      own = place(slice) + (share.from < units.x);
+      own = place(slice_index()) + (share.from < units.x);
       places = {place(first) + (share.begin_of(first) < units.x), place(first), 2 * jobs};
     } else {
       const int64_t first = (int64_t{s.batch} * jobs + job) * p.parts;
@@ -339,15 +379,16 @@ struct Merger {
     }
     store_own(s, parts == 1, own);
     if (parts == 1) return;
-    // SYNC: the part is stored, and the addition below makes it visible to whoever sees it counted.
+    // SYNC: the part is stored.
     sync_attending<Config>();
-    if (threadIdx.x == 0) {
-      // SYNC: the counters are reset by the kernel before, which this one may have overtaken.
-      cudaGridDependencySynchronize();
-      shared.last = sm90::add_acq_rel(p.counters + int64_t{s.batch} * jobs + job, 1) == parts - 1;
+    if (share.from > units.x) {
+      if (threadIdx.x == 0) sm90::store_release(p.arrived + own, p.ticket);
+      return;
     }
+    if (walk.at < min_of(share.to, units.y)) return;
+    wait_for_parts(places, mine, parts);
+    // SYNC: whichever thread saw them.
     sync_attending<Config>();
-    if (!shared.last) return;
     merge_parts(s, places, parts);
   }
 };

@@ -23,12 +23,6 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
   __shared__ int32_t warp_sums[kPrepareThreads / 32], places[kPrepareThreads];
   const int32_t batch = blockIdx.x, thread = threadIdx.x;
   cudaTriggerProgrammaticLaunchCompletion();
-  if (p.counters != nullptr) {
-    for (int32_t i = thread; i < p.counters_of_batch; i += kPrepareThreads) {
-      p.counters[int64_t{batch} * p.counters_of_batch + i] = 0;
-    }
-  }
-  if (p.query_pages == nullptr) return;
 
   // PERF: what the steps below wait for is asked for together: three round trips to memory become one.
   const int32_t* listed = p.query_pages + int64_t{batch} * p.pages_per_block;
@@ -91,7 +85,7 @@ void prepare(const PagedParams& call, const PrepareParams& params, int32_t capac
   if (call.batch == 0) return;
   const Pages pages = {call.kv_lens,   call.block_table, call.block_table_stride, call.num_pages, call.page_size,
                        call.max_pages, capacity};
-  const size_t bytes = params.query_pages == nullptr ? 0 : size_t{4} * ceil_div(call.max_pages, 32);
+  const size_t bytes = size_t{4} * ceil_div(call.max_pages, 32);
   if (bytes > 0) {
     FLASHMSA_CHECK_CUDA(
         cudaFuncSetAttribute(prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));

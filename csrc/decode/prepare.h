@@ -1,4 +1,4 @@
-// What runs ahead of the decode kernel: counters are reset, and lists of pages sorted.
+// What runs ahead of the decode kernel where pages are selected: their lists are sorted.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,9 +14,6 @@ namespace flashmsa::decode {
 inline constexpr int32_t kMaxSelectable = 32 * 48 * 1024;
 
 struct PrepareParams {
-  int32_t* counters;  // null: none
-  int32_t counters_of_batch;
-  // Without query_pages: null.
   const int32_t* query_pages;  // (batch, pages_per_block)
   int32_t pages_per_block;
   int2* selected;              // (batch, pages_per_block): (logical, physical) pages in use, ascending, each once

@@ -44,6 +44,7 @@ struct KernelParams {
   const int2* selected;            // (batch, selected_stride): (logical, physical) pages, ascending; null: all pages
   const int32_t* selected_count;  // (batch)
   int32_t selected_stride;
+  const int32_t* query_pages;  // (batch, selected_stride): the list as it was given; null: all pages, or none
 
   BandArgs band;
   bool banded;
@@ -62,8 +63,9 @@ struct KernelParams {
   int32_t parts;   // kFixed; kInvariant: at most so many
   float* part_o;   // (parts in all, part_rows, head_dim_v)
   float2* part_ml; // (parts in all, part_rows): reference and sum
-  int32_t* counters;  // (batch, heads_kv * row_groups): parts that are done; null: none is shared
-  bool waits;      // for the kernel before, which makes `selected` and resets the counters
+  uint64_t* arrived;  // (parts in all): `ticket` where a part is stored; null: no sequence is cut
+  uint64_t ticket;    // this call's alone
+  bool waits;      // for the kernel before, which makes `selected`
 };
 
 // What a plain kernel knows that there is not.
@@ -83,7 +85,7 @@ struct Sequence {
   int32_t batch;
   int32_t first_row, queries;  // packed: rows of q; else 0, len_q
   int32_t kv_len;
-  int32_t pages;  // in use, or selected
+  int32_t pages;  // selected; else not used
   int32_t first_begin, first_chunks, main_begin, chunks;
   int32_t unit, units;  // chunks of a unit; units
 
@@ -143,10 +145,10 @@ struct Shared {
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
+  sm90::Barrier pushed_full;  // one arrival and the bytes of the parts that were sent here
   TableEntry table[Config::kClustered ? 1 : kTable];  // sequences in a row
   int32_t warp_units[kTable / 32];  // of 32 sequences of the table each
   int32_t table_begin;  // units before the table
-  bool last;  // this CTA's part was the last of its sequence
 
   static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
     return (stage * Config::kWarps + chunk) * 2;

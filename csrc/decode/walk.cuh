@@ -44,7 +44,6 @@ __device__ __forceinline__ void find_chunks(const KernelParams& p, Sequence& s) 
     s.chunks = static_cast<int32_t>(ceil_div<int64_t>(int64_t{s.pages} * p.page_size, kChunk));
     return;
   }
-  if (p.block_table != nullptr) s.pages = ceil_div(s.kv_len, p.page_size);
   if (!Options<Config>{p}.banded()) [[likely]] {
     s.chunks = ceil_div(s.kv_len, kChunk);
     return;
@@ -79,6 +78,7 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   find_chunks<Config>(p, s);
 
   s.unit = s.units = 0;
+  if (Config::kClustered) return s;
   if (p.plan == Plan::kBalanced) {
     s.unit = kGrainKeys / kChunk;
     s.units = ceil_div(s.chunks, kGrainKeys / kChunk);
@@ -90,6 +90,9 @@ __device__ __forceinline__ Sequence read_sequence(const KernelParams& p, int32_t
   }
   return s;
 }
+
+// Which of a head's slices this CTA is. NOTE: the last ones begin first, for those before them may wait for them.
+__device__ __forceinline__ int32_t slice_index() { return static_cast<int32_t>(gridDim.y - 1 - blockIdx.y); }
 
 // A CTA's share: units [from, to) of all sequences' in a row. Slice i takes [begin_of(i), begin_of(i + 1)): the first `longer`
 // slices one unit more than the others. Unit u is slice_of(u)'s.
@@ -168,6 +171,11 @@ struct Walk {
   int32_t begin = 0, end = 0;  // chunks of the part
 
   template <class Config>
+  __device__ __forceinline__ const Sequence& sequence(const Shared<Config>& shared) const {
+    return shared.table[index].sequence;
+  }
+
+  template <class Config>
   __device__ __forceinline__ bool next(const KernelParams& p, const Shared<Config>& shared) {
     if (at >= to) return false;
     int2 units = shared.units_of(index);
@@ -185,19 +193,31 @@ struct Walk {
 // Clusters have 8 or 16 CTAs.
 __device__ __forceinline__ int32_t cluster_size_log2() { return gridDim.x == 16 ? 4 : 3; }
 
-// The one part of a CTA in a cluster: a share of the chunks of the table's only sequence.
+// The number in its sequence of the chunk at `place` of a part. PERF: the CTAs of a cluster take chunks in turn, so that they
+// read the same stretch of memory together instead of eight at equal distances: up to 6 % faster.
+template <class Config>
+__device__ __forceinline__ int32_t chunk_number(int32_t place) {
+  if constexpr (Config::kClustered) return (place << cluster_size_log2()) + static_cast<int32_t>(blockIdx.x);
+  return place;
+}
+
+// The one part of a CTA in a cluster: a share of the chunks of its sequence. Begin and end are places.
 struct ClusterWalk {
-  static constexpr int32_t index = 0;
+  const Sequence& own;
   bool done = false;
   int32_t begin = 0, end = 0;
 
   template <class Config>
-  __device__ __forceinline__ bool next(const KernelParams&, const Shared<Config>& shared) {
+  __device__ __forceinline__ const Sequence& sequence(const Shared<Config>&) const {
+    return own;
+  }
+
+  template <class Config>
+  __device__ __forceinline__ bool next(const KernelParams&, const Shared<Config>&) {
     if (done) return false;
-    const int32_t rank = static_cast<int32_t>(blockIdx.x), chunks = shared.table[0].sequence.chunks;
-    const int32_t size_log2 = cluster_size_log2();
-    begin = chunks * rank >> size_log2;
-    end = chunks * (rank + 1) >> size_log2;
+    // So many of its sequence's numbers are this CTA's.
+    const int32_t rank = static_cast<int32_t>(blockIdx.x), size_log2 = cluster_size_log2();
+    end = max_of(own.chunks - rank + (1 << size_log2) - 1, 0) >> size_log2;
     done = true;
     return true;
   }

@@ -68,13 +68,13 @@ using IndexConfig128 = Config<Element, 128, 128, 192, 64, 3, false, 2, 64, 56, 1
 template <class Element>
 using IndexConfig256 = Config256<Element>;
 
-// With a soft cap, and lists with ALiBi: kernels that need more registers.
+// With ALiBi beside a soft cap, or over a list: kernels that need more registers.
 template <class Element>
-using CapConfig64 = ListConfig64<Element>;
+using ScoreConfig64 = ListConfig64<Element>;
 template <class Element>
-using CapConfig128 = Config128<Element>;
+using ScoreConfig128 = Config128<Element>;
 template <class Element>
-using CapConfig256 = Config<Element, 256, 256, 128, 32, 4, false, 1, 128, 40, 232>;
+using ScoreConfig256 = Config<Element, 256, 256, 128, 32, 4, false, 1, 128, 40, 232>;
 
 // With dropout; General: and with whatever else a call wants.
 template <class Element>
@@ -88,6 +88,6 @@ using GeneralConfig64 = ListConfig64<Element>;
 template <class Element>
 using GeneralConfig128 = Config<Element, 128, 128, 128, 64, 4, true, 1, 128, 40, 232>;
 template <class Element>
-using GeneralConfig256 = CapConfig256<Element>;
+using GeneralConfig256 = ScoreConfig256<Element>;
 
 }  // namespace flashmsa::fwd

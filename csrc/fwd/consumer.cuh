@@ -214,6 +214,10 @@ struct Consumer {
     std::conditional_t<Score::kDropout && !Score::kGeneral, attn::RowPairCalls, attn::NoRowDraws> calls;
   };
 
+  // Whether only partial blocks ask for them, and many tiles have none.
+  // PERF: a composite row takes 500 cycles of a list's 13 blocks (10 % of 16384 keys: 2 %).
+  static constexpr bool kOnlyPartialRows = Mask::kListed && Score::kPlain && !Score::kDropout;
+
   __device__ __forceinline__ Rows make_rows() const {
     const TileWork<Mask, Config>& tile = work();
     Rows rows;
@@ -269,9 +273,16 @@ struct Consumer {
   }
 
   // The key block at hand. NOTE: before release_k(), which gives its slot back.
-  // SYNC: the other lanes have read when lane 0 arrives there.
+  // SYNC: lane 0 arrives there, and the other lanes have read before it. Where registers suffice it reads for all of them,
+  // which racecheck can follow; it does not count what __syncwarp orders, and reports the other form, falsely.
   __device__ __forceinline__ KeyBlock key_block() const {
-    const KeyBlock block = shared.key_block[S::KvRing::stage(key_blocks)];
+    const KeyBlock& slot = shared.key_block[S::KvRing::stage(key_blocks)];
+    if constexpr (kOnlyPartialRows) {
+      KeyBlock block = {};
+      if (lane() == 0) block = slot;
+      return {uniform(block.first_key), uniform(block.detail)};
+    }
+    const KeyBlock block = slot;
     __syncwarp();
     return block;
   }
@@ -351,12 +362,94 @@ struct Consumer {
     }
   }
 
+  // Whether all of the warp's |S| lie below `end`, this thread's largest being `size` as bits; the same in all lanes.
+  static __device__ __forceinline__ bool all_below(const int32_t (&size)[2], float end) {
+    return !__any_sync(~0u, max_of(size[0], size[1]) >= __float_as_int(end));
+  }
+
+  // The softmax of any key block with a soft cap: masks it, moves the references, returns the factors that O takes.
+  __device__ __forceinline__ void attend_capped(Scores& x, Output& y, const KeyBlock& block, const Rows& rows,
+                                                const Kept& kept, const int32_t (&size)[2], bool masked,
+                                                float (&factor)[2]) {
+    const bool by_polynomial = all_below(size, params.cap_exponents.nonic.end);
+    if (!by_polynomial) attn::apply_softcap_exactly(x.s, params.cap);
+    if (masked) mask_scores(x, block, rows);
+    const auto capped = [&](float maximum) {
+      if (!by_polynomial || maximum == attn::kNegativeInfinity) return maximum;
+      return attn::tanh_exact(maximum * params.cap.factor) * params.cap.inverse;
+    };
+    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, Shift(), capped);
+    if (by_polynomial) {
+      y.softmax.exponentiate_in_place(params.cap_exponents.nonic, x.s);
+      y.softmax.template pack<Element>(x.s, y.p, kept);
+    } else {
+      y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept);
+    }
+  }
+
+  // Steps 3 and 4 of a block that moves no reference. kEarly: the exponentials come before the wait for P V.
+  template <int kBranch, bool kEarly, class Exponent>
+  __device__ __forceinline__ void finish_by(Scores& x, Output& y, const Exponent& exponent, const Kept& kept) {
+    if constexpr (kEarly) {
+      y.softmax.exponentiate_in_place(exponent, x.s);
+      sm90::pin_registers(x.s);
+    }
+    end_output<kBranch>(y);
+    if constexpr (!kEarly) y.softmax.exponentiate_in_place(exponent, x.s);
+    y.softmax.template pack<Element>(x.s, y.p, kept);
+  }
+
+  // Step 3 as far as it is the same for all blocks. kBranch: of wgmma_wait_in_branch.
+  template <int kBranch>
+  __device__ __forceinline__ void end_output(Output& y) {
+    sm90::wgmma_wait_in_branch<kBranch>();
+    sm90::pin_registers(y.o);
+    release_v();
+    ++key_blocks;
+  }
+
+  // Steps 2 to 4 of a block with a soft cap, whose S is here: by the shortest exponent that serves all of the warp's S.
+  // NOTE: a capped S is no larger than S. So where no |S| reaches its row's limit, none outgrows the reference.
+  // PERF: the wait for P V first and the sums of P tested instead of S: d128 1.43 times the plain kernel's time, not 1.17.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_capped(Scores& x, Output& y, const KeyBlock& block, const Rows& rows,
+                                                const Kept& kept) {
+    const attn::CapExponents& exponents = params.cap_exponents;
+    // PERF: early, d128 with the cubic exponent 1.115, late 1.175 times the plain kernel's time; with the quintic one 1.21 and
+    // 1.185. At d64 early is 2 to 5 % faster with each.
+    constexpr bool kAllEarly = Config::kHeadDim <= 64;
+    int32_t size[2];
+    y.softmax.largest(x.s, size);
+    if constexpr (!kMasked) {
+      const bool grows = size[0] >= y.softmax.limit[0] || size[1] >= y.softmax.limit[1];
+      const bool past_cubic = max_of(size[0], size[1]) >= __float_as_int(exponents.cubic.end);
+      if (!__any_sync(~0u, grows || past_cubic)) return finish_by<2, true>(x, y, exponents.cubic, kept);
+      if (!__any_sync(~0u, grows) && all_below(size, exponents.nonic.end)) {
+        if (all_below(size, exponents.quintic.end)) return finish_by<3, kAllEarly>(x, y, exponents.quintic, kept);
+        return finish_by<4, kAllEarly>(x, y, exponents.nonic, kept);
+      }
+    }
+    // NOTE: first, because the registers of P are wanted.
+    end_output<0>(y);
+    float factor[2];
+    attend_capped(x, y, block, rows, kept, size, kMasked, factor);
+    attn::scale_rows(y.o, factor);
+  }
+
   // The first key block, whose S is here: softmax, P. O is still empty.
-  __device__ __forceinline__ void first_block(Scores& x, Output& y, const Kept& kept, const Shift& shift) {
+  __device__ __forceinline__ void first_block(Scores& x, Output& y, const KeyBlock& block, const Rows& rows,
+                                              bool masked, const Kept& kept, const Shift& shift) {
     float factor[2];
     y.softmax = attn::OnlineSoftmax();
-    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept, shift);
+    if constexpr (kCapInExponent<Score>) {
+      int32_t size[2];
+      y.softmax.largest(x.s, size);
+      attend_capped(x, y, block, rows, kept, size, masked, factor);
+    } else {
+      if (masked) mask_scores(x, block, rows);
+      y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);
+      y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, kept, shift);
+    }
     // NOTE: only now: O would otherwise hold its registers through the softmax.
 #pragma unroll
     for (int e = 0; e < kOutputs; ++e) y.o[e] = 0.0f;
@@ -371,7 +464,7 @@ struct Consumer {
   __device__ __forceinline__ void next_block(Scores& x, Output& y, KeyBlock block, const Rows& rows, Shift& shift,
                                              mask::Side side = mask::Side::kAmid) {
     wait_k();  // 1
-    if constexpr (kNeedsKeyBlocks<Mask, Score> && (kMasked || !kPlaces)) block = key_block();
+    if constexpr (kNeedsKeyBlocks<Mask, Score> && (kMasked || !(kPlaces || kOnlyPartialRows))) block = key_block();
     if constexpr (kPlaces && kMasked) side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
     if constexpr (kPlaces && !kMasked) {
       shift.distance[0] += Config::kBlockKv;
@@ -385,6 +478,7 @@ struct Consumer {
     sm90::wgmma_wait<1>();  // 2
     sm90::pin_registers(x.s);
     release_k();
+    if constexpr (kCapInExponent<Score>) return finish_capped<kMasked>(x, y, block, rows, kept);
     if constexpr (kPlaces) {
       if (kMasked && side == mask::Side::kAmid) modify_scores(x, block, rows);
     } else if constexpr (!Score::kPlain) {
@@ -399,9 +493,9 @@ struct Consumer {
     if constexpr (!kMasked && (Score::kPlain || kPlaces) && Config::kHeadDim > 64) {
       sm90::wgmma_wait<0>();
     } else if (outgrown) {
-      sm90::wgmma_wait_in_branch<true>();
+      sm90::wgmma_wait_in_branch<1>();
     } else {
-      sm90::wgmma_wait_in_branch<false>();
+      sm90::wgmma_wait_in_branch<0>();
     }
     sm90::pin_registers(y.o);
     release_v();
@@ -416,7 +510,7 @@ struct Consumer {
   }
 
   // What is left of a tile with ALiBi, from step `step` of `end` on: blocks that are looked at one by one, then those behind
-  // which all rows stand, then those before which they stand.
+  // which all rows stand, then those before which they stand, where a mask shows any.
   __device__ __forceinline__ void attend_places(Scores& x, Output& y, const Rows& rows, Shift& shift,
                                                 const mask::SideOrder& order, int32_t step, int32_t end) {
 #pragma unroll 1
@@ -435,7 +529,7 @@ struct Consumer {
       for (int32_t left = blocks; Config::kQInRegisters ? key_blocks != stop_block : left > 0; --left) {
         next_block<false>(x, y, KeyBlock{}, rows, shift, side);
       }
-      if (side == mask::Side::kBefore) return;
+      if (kSeesNonePast<Mask> || side == mask::Side::kBefore) return;
       step += blocks;
       side = mask::Side::kBefore;
       first_key = places->order[S::WorkRing::stage(round)].before_key + (step - 1) * Config::kBlockKv;
@@ -470,10 +564,14 @@ struct Consumer {
     using Tiles = typename Mask::Tiles;
     constexpr bool kCopied = std::is_same_v<Tiles, mask::KeyTiles> && (!Mask::kPlanned || Config::kHeadDim > 64);
     std::conditional_t<kCopied, const Tiles, const Tiles&> tiles = work().entry.tiles;
-    const Rows rows = make_rows();
+    Rows rows = {};
+    if constexpr (!kOnlyPartialRows) rows = make_rows();
     int32_t step = uniform(mine.front);
     const int32_t end = uniform(mine.front + mine.steps);
     const int32_t partial = uniform(min_of(tiles.partial_count(), end));
+    if constexpr (kOnlyPartialRows) {
+      if (partial > 0) rows = make_rows();
+    }
     const auto origin = [&] { return Mask::origin(params.mask, work().entry.block); };
     const int32_t copied_origin = kCopied ? origin() : 0;
     [[maybe_unused]] const uint32_t step_0 = key_blocks - step;
@@ -497,11 +595,10 @@ struct Consumer {
     key_blocks = uniform(key_blocks + 1);
     if constexpr (!Config::kQInRegisters) round = uniform(round);
     if constexpr (!kNeedsKeyBlocks<Mask, Score>) block = block_of(step);
-    if constexpr (!Score::kPlain) {
+    if constexpr (!Score::kPlain && !kCapInExponent<Score>) {
       if (!kPlaces || side == mask::Side::kAmid) modify_scores(x, block, rows);
     }
-    if (step < partial) mask_scores(x, block, rows);
-    first_block(x, y, kept, shift);
+    first_block(x, y, block, rows, step < partial, kept, shift);
     if constexpr (kPaged<Mask>) {
       if (step < partial) clear_unused(block);
     }

@@ -36,24 +36,33 @@ bool rows_within_reach(const AttentionParams& p) {
   return max_of(reach(p.q, p.len_q), max_of(reach(p.k, p.len_kv), reach(p.v, p.len_kv))) <= UINT32_MAX;
 }
 
-const KernelEntry* find(const AttentionParams& params) {
+// The narrowest kernel of a kind of mask that serves a call, or null.
+const KernelEntry* find_of(MaskKind kind, const AttentionParams& params) {
   const bool softcap = params.softcap > 0, alibi = params.alibi_slopes != nullptr;
   // So unlikely that no draw is dropped: the same as none.
   const bool dropout = dropout_threshold(params.dropout_p) > 0;
-  const bool list = params.mask.kind == MaskKind::kBlockSparse;
+  const bool list = kind == MaskKind::kBlockSparse;
   const bool general = dropout && (list || softcap || alibi || !draws_in_order(params));
-  MaskKind kind = params.mask.kind;
-  if ((softcap || alibi || dropout) && !list) kind = MaskKind::kComposite;
-  if (kind == MaskKind::kHash && !rows_within_reach(params)) kind = MaskKind::kComposite;
+  const bool band = kind == MaskKind::kComposite && mask::Band::serves(params);
   const auto serves = [&](const KernelInfo& info) {
     const bool options = info.softcap == softcap && info.alibi == alibi && info.dropout == dropout;
-    return info.mask == kind && info.general == general && (general || options) && info.dtype == params.dtype &&
+    const bool of_kind = info.mask == kind || (band && info.mask == mask::Band::kKind);
+    return of_kind && info.general == general && (general || options) && info.dtype == params.dtype &&
            info.head_dim_bucket >= params.head_dim && info.head_dim_v_bucket >= params.head_dim_v;
   };
   for (const KernelEntry& entry : table()) {
     if (serves(entry.info)) return &entry;
   }
   return nullptr;
+}
+
+// Every mask but a list is a composite one too, whose kernels have all options.
+const KernelEntry* find(const AttentionParams& params) {
+  const MaskKind kind = params.mask.kind;
+  if (kind != MaskKind::kHash || rows_within_reach(params)) {
+    if (const KernelEntry* entry = find_of(kind, params)) return entry;
+  }
+  return kind == MaskKind::kBlockSparse ? nullptr : find_of(MaskKind::kComposite, params);
 }
 
 const KernelEntry& require(const AttentionParams& params) {

@@ -111,6 +111,7 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.scale_log2 = std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
   params.inverse_scale_log2 = 1.0f / params.scale_log2;
   params.cap = attn::make_cap(p.scale, p.softcap);
+  params.cap_exponents = attn::make_cap_exponents(p.scale, p.softcap);
   params.alibi_slopes = p.alibi_slopes;
   params.alibi_stride_batch = p.alibi_stride_batch;
   params.alibi_factor = std::min(static_cast<float>(p.alibi_step / p.scale), std::numeric_limits<float>::max());
@@ -202,12 +203,13 @@ KernelEntry make_entry() {
   return {info, &workspace_bytes<Mask, Config>, &launch<Mask, Config, Score>};
 }
 
-// One entry for every mask in the list. ListConfig: of listed masks, whose tiles have a cell's rows.
+// One entry for every mask in the list, and bands before the composite masks that they are. ListConfig: of listed masks,
+// whose tiles have a cell's rows.
 template <class Config, class ListConfig>
 std::vector<KernelEntry> make_entries() {
 #define FLASHMSA_ENTRY(MaskName) \
   make_entry<mask::MaskName, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, attn::PlainScore>(),
-  return {FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
+  return {make_entry<mask::Band, Config, attn::PlainScore>(), FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
 }
 
@@ -228,18 +230,22 @@ std::vector<KernelEntry> make_interval_entries() {
   };
 }
 
-// Softcap, ALiBi, both: for the masks that every other can be written as. CapConfig: with a soft cap, or a list.
-template <class Config, class CapConfig>
+// Softcap, ALiBi, both: for the masks that every other can be written as; one of the two for causal masks too. ListConfig: as
+// in make_entries(). ScoreConfig: with both, or ALiBi over a list.
+// PERF: causal ALiBi by the composite kernel takes 1.08 (d128 4x4096) to 1.19 (16x1024) times as long: benchmarks/NOTES.md.
+template <class Config, class ListConfig, class ScoreConfig>
 std::vector<KernelEntry> make_score_entries() {
   using mask::BlockSparse;
+  using mask::Causal;
   using mask::Composite;
+  using Softcap = attn::Score<true, false>;
+  using Alibi = attn::Score<false, true>;
+  using Both = attn::Score<true, true>;
   return {
-      make_entry<Composite, CapConfig, attn::Score<true, false>>(),
-      make_entry<Composite, Config, attn::Score<false, true>>(),
-      make_entry<Composite, CapConfig, attn::Score<true, true>>(),
-      make_entry<BlockSparse, CapConfig, attn::Score<true, false>>(),
-      make_entry<BlockSparse, CapConfig, attn::Score<false, true>>(),
-      make_entry<BlockSparse, CapConfig, attn::Score<true, true>>(),
+      make_entry<Causal, Config, Softcap>(),         make_entry<Causal, Config, Alibi>(),
+      make_entry<Composite, Config, Softcap>(),      make_entry<Composite, Config, Alibi>(),
+      make_entry<Composite, ScoreConfig, Both>(),    make_entry<BlockSparse, ListConfig, Softcap>(),
+      make_entry<BlockSparse, ScoreConfig, Alibi>(), make_entry<BlockSparse, ScoreConfig, Both>(),
   };
 }
 

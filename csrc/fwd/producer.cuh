@@ -249,14 +249,24 @@ struct Producer {
       // Q of the next tile as soon as its buffer is free: early, but where there is one buffer that is read to the end.
       const int32_t q_step = Config::kQInRegisters || Config::kQStages > 1 ? min_of(steps, 2) : steps;
       int32_t previous = 0;  // V runs one step behind
+      [[maybe_unused]] KeyBlock ahead = {};
+      if constexpr (Mask::kListed) {
+        if (steps > 0) ahead = key_block(tile, round, 0);
+      }
 #pragma unroll 1
       for (int32_t step = 0; step <= steps; ++step) {
         const uint32_t n = key_blocks + step;
         const uint32_t stage = S::KvRing::stage(n), before = S::KvRing::stage(n - 1);
         int32_t first_key = 0;
         if (step < steps) {
-          // PERF: a list is read before the wait for a free buffer, which hides the read.
-          const KeyBlock block = key_block(tile, round, step);
+          KeyBlock block;
+          if constexpr (Mask::kListed) {
+            // PERF: a list is read a step ahead: the wait for a free buffer alone does not hide the read.
+            block = ahead;
+            if (step + 1 < steps) ahead = key_block(tile, round, step + 1);
+          } else {
+            block = key_block(tile, round, step);
+          }
           first_key = block.first_key;
           shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
           // SYNC: the consumers read it after full_k, of which this thread's arrival is a part.

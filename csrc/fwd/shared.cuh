@@ -57,6 +57,7 @@ struct KernelParams {
   attn::DropoutParams dropout;         // Score::kDropout
   float largest_place_slope;           // kPlaceStep: of slopes in units of S that it takes
   float largest_gentle_slope;          // kPlaceStep: see attn::kGentlePenalty
+  attn::CapExponents cap_exponents;    // kCapInExponent
 };
 
 using sched::Span;  // of a warpgroup's 64 rows
@@ -162,6 +163,14 @@ inline constexpr bool kNeedsAllGroups = kScattered<Mask> && Score::kAlibi;
 template <class Mask, class Config, class Score>
 inline constexpr bool kPlaceStep =
     Score::kAlibi && !Score::kSoftcap && !Mask::kListed && !kScattered<Mask> && Config::kHeadDim <= 128;
+
+// Whether a soft cap becomes a part of the softmax's exponents: attn/cap.h. With ALiBi it has to come before the penalties.
+template <class Score>
+inline constexpr bool kCapInExponent = Score::kSoftcap && !Score::kAlibi;
+
+// Whether no row sees a key past its own position, whatever the call: none then stands before a block of keys.
+template <class Mask>
+inline constexpr bool kSeesNonePast = requires { requires Mask::kSeesNonePast; };
 
 // Composite masks run over strided tensors too.
 template <class Mask>

@@ -30,6 +30,12 @@ struct Causal {
     return {0, clamp(i + params.shift + 1, 0, params.len_kv)};
   }
 
+  // Where query i stands among the keys, for ALiBi. Whatever its row sees lies at or before that.
+  static constexpr bool kSeesNonePast = true;
+  static FLASHMSA_HD int32_t position(const Params& params, const Block&, int32_t i) { return i + params.shift; }
+  static FLASHMSA_HD bool positions_in_order(const Params&, const Block&) { return true; }
+  static FLASHMSA_HD bool sees_none_past(const Params&, const Block&, int32_t /*i*/) { return true; }
+
   static FLASHMSA_HD int32_t origin(const Params&, const Block&) { return 0; }
   static FLASHMSA_HD Tiles tiles(const Params& params, const Block& block, int32_t first_row, int32_t last_row,
                                  int32_t tile_size) {

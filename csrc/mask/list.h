@@ -1,7 +1,9 @@
 // The list of masks. Adding one: a header beside this, a line here, a dataclass in flashmsa/masks. Hash is none of them: its
-// kernels load otherwise (fwd/indexed.cuh), and what they do not serve is lowered to Composite.
+// kernels load otherwise (fwd/indexed.cuh), and what they do not serve is lowered to Composite. Nor is Band: to all but the
+// forward kernels it is a Composite.
 #pragma once
 
+#include "mask/band.h"
 #include "mask/block_sparse.h"
 #include "mask/causal.h"
 #include "mask/composite.h"

@@ -20,6 +20,18 @@ __device__ __forceinline__ int32_t load_relaxed(const int32_t* address) {
   return value;
 }
 
+// ld.acquire.gpu: what was done before the store_release() of the value is visible behind it.
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// st.release.gpu: what this thread has seen done before it, by a barrier too, is visible to whoever sees the value.
+__device__ __forceinline__ void store_release(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 // fence.acq_rel.gpu: what this thread has seen done is visible to the whole GPU before what it does next.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 

@@ -28,14 +28,19 @@ __device__ __forceinline__ uint32_t map_shared(const void* shared, uint32_t rank
   return address;
 }
 
-__device__ __forceinline__ void store_cluster(uint32_t cluster_address, float4 x) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
+// st.async: stores into a CTA's shared memory; their bytes count on a barrier of the same CTA. Both addresses by map_shared.
+__device__ __forceinline__ void store_async(uint32_t cluster_address, float4 x, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   cluster_address),
+               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
                : "memory");
 }
 
-__device__ __forceinline__ void store_cluster(uint32_t cluster_address, float2 x) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(cluster_address), "f"(x.x), "f"(x.y) : "memory");
+__device__ __forceinline__ void store_async(uint32_t cluster_address, float2 x, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(cluster_address),
+      "f"(x.x), "f"(x.y), "r"(barrier)
+      : "memory");
 }
 
 }  // namespace flashmsa::sm90

@@ -37,4 +37,15 @@ __device__ __forceinline__ void load_piece(uint32_t shared_address, const PoolMa
   }
 }
 
+// The same to the L2 alone.
+__device__ __forceinline__ void prefetch_piece(const PoolMap& pool, PoolPlace from, uint64_t policy) {
+#pragma unroll 1
+  for (int32_t box = 0; box < pool.boxes; ++box) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile.L2::cache_hint [%0, {%1, %2, %3, %4, %5}], %6;" ::"l"(
+                     &pool.map),
+                 "r"(box * kSwizzleColumns), "r"(from.slot), "r"(0), "r"(from.head), "r"(from.page), "l"(policy)
+                 : "memory");
+  }
+}
+
 }  // namespace flashmsa::sm90

@@ -64,15 +64,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The same as wgmma_wait<0>, in words that the compiler does not take for the same: in the two branches of a condition they
-// stay where they are, behind what the condition needs. Free to move, the wait ends up among the arithmetic before it.
-template <bool kOther>
+// The same as wgmma_wait<0>, in words that the compiler does not take for the same: in the branches of a condition, each with
+// a number of its own, they stay where they are, behind what the condition needs. Free to move, the wait ends up among the
+// arithmetic before it.
+template <int kBranch>
 __device__ __forceinline__ void wgmma_wait_in_branch() {
-  if constexpr (kOther) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;  // outgrown" ::: "memory");
-  } else {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;  // branch %0" ::"n"(kBranch) : "memory");
 }
 
 // Keeps the compiler from moving reads of accumulators above the wait that completes them.

@@ -243,6 +243,68 @@ GPU_TEST(apply_softcap) {
   }
 }
 
+// ---- The cap in the exponent ----------------------------------------------------------------------------------------------
+
+// sizes: 2 floats a thread, the largest |S| of its two rows. exponents: what each of the three makes of S.
+template <int kCount>
+__global__ void cap_exponent_kernel(const float* s, float* sizes, float* exponents, attn::CapExponents cap) {
+  float mine[kCount];
+  read_accumulators(mine, s);
+  int32_t size[2];
+  attn::OnlineSoftmax::largest(mine, size);
+  for (int slot = 0; slot < 2; ++slot) {
+    sizes[(blockIdx.x * blockDim.x + threadIdx.x) * 2 + slot] = __int_as_float(size[slot]);
+  }
+  const size_t all = size_t(gridDim.x) * blockDim.x * kCount;
+  float made[3][kCount];
+  for (int e = 0; e < kCount; ++e) {
+    made[0][e] = cap.cubic(mine[e], 0.0f);
+    made[1][e] = cap.quintic(mine[e], 0.0f);
+    made[2][e] = cap.nonic(mine[e], 0.0f);
+  }
+  for (int which = 0; which < 3; ++which) write_accumulators(made[which], exponents + which * all);
+}
+
+// The bounds are those of tests/host/test_cap.cpp.
+template <int kCount>
+void check_cap_exponents(Random& random, double scale, double cap) {
+  constexpr int kBlocks = 8;
+  const attn::CapExponents params = attn::make_cap_exponents(scale, cap);
+  const float ends[3] = {params.cubic.end, params.quintic.end, params.nonic.end};
+  constexpr double kErrors[3] = {1.7e-6 + 7 * 0x1p-24, 1.2e-6 + 7 * 0x1p-24, 1.8e-6 + 7 * 0x1p-24};
+  std::vector<float> s(kBlocks * 128 * kCount);
+  for (float& x : s) x = static_cast<float>(random.coin() ? 1 : -1) * ends[random.between(0, 2)] * random.uniform();
+  DeviceArray<float> device(s), sizes(std::vector<float>(kBlocks * 128 * 2)), made(std::vector<float>(3 * s.size()));
+  launch(cap_exponent_kernel<kCount>, kBlocks, 128, 0, device.data(), sizes.data(), made.data(), params);
+  const std::vector<float> found = made.read(), found_sizes = sizes.read();
+  for (int thread = 0; thread < kBlocks * 128; ++thread) {
+    float wanted[2] = {0, 0};
+    for (int e = 0; e < kCount; ++e) {
+      float& largest = wanted[Accumulator::row_slot(e)];
+      largest = std::max(largest, std::fabs(s[size_t(thread) * kCount + e]));
+    }
+    EXPECT(found_sizes[2 * thread] == wanted[0] && found_sizes[2 * thread + 1] == wanted[1],
+           "thread %d: %g %g, not %g %g", thread, found_sizes[2 * thread], found_sizes[2 * thread + 1], wanted[0],
+           wanted[1]);
+  }
+  for (size_t i = 0; i < s.size(); ++i) {
+    const double wanted = scale * 1.44269504088896341 * std::tanh(s[i] * (scale / cap)) * (cap / scale);
+    for (int which = 0; which < 3; ++which) {
+      if (std::fabs(s[i]) > ends[which]) continue;
+      const double value = found[which * s.size() + i];
+      EXPECT(std::fabs(value - wanted) <= kErrors[which] * std::fabs(wanted),
+             "%d: scale %g, cap %g, S = %.9g: %.9g, not %.9g", which, scale, cap, s[i], value, wanted);
+    }
+  }
+}
+
+GPU_TEST(cap_exponents) {
+  for (const auto& [scale, cap] : {std::pair(0.125, 50.0), {0.354, 30.0}, {1.0, 0.5}, {0.0625, 300.0}}) {
+    check_cap_exponents<16>(random, scale, cap);
+    check_cap_exponents<64>(random, scale, cap);
+  }
+}
+
 // ---- apply_alibi ----------------------------------------------------------------------------------------------------------
 
 // Block i: 64 rows at positions of their own, the tile whose first key is first_keys[i].

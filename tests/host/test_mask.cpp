@@ -143,19 +143,23 @@ void check_spans(const MaskCase& mask, const typename Mask::Params& params, int3
   }
 }
 
+// Masks that have kernels with ALiBi. Of lists what follows is checked by the composite they hold.
+template <class Mask>
+constexpr bool kHasPositions = std::is_same_v<Mask, mask::Composite> || std::is_same_v<Mask, mask::Causal>;
+
 // What a block says of its rows' positions, against the rows that see something.
-void check_positions(const mask::Composite::Params& params, const mask::Composite::Block& block, int32_t first,
+template <class Mask>
+void check_positions(const typename Mask::Params& params, const typename Mask::Block& block, int32_t first,
                      int32_t last, const MaskCase& mask) {
-  using mask::Composite;
-  const bool in_order = Composite::positions_in_order(params, block);
-  const bool none_past = Composite::sees_none_past(params, block, first);
+  const bool in_order = Mask::positions_in_order(params, block);
+  const bool none_past = Mask::sees_none_past(params, block, first);
   for (int32_t i = first; i <= last; ++i) {
-    const mask::TwoRuns row = Composite::row(params, block, i);
+    const typename Mask::Row row = Mask::row(params, block, i);
     if (mask::visible_keys(row) == 0) continue;
-    const int32_t position = Composite::position(params, block, i);
-    CHECK(!in_order || position == Composite::position(params, block, first) + (i - first), "row %d of %d-%d at %d, %s",
-          i, first, last, position, mask.text().c_str());
-    for (const mask::Interval run : {row.main, mask::first_run(row)}) {
+    const int32_t position = Mask::position(params, block, i);
+    CHECK(!in_order || position == Mask::position(params, block, first) + (i - first), "row %d of %d-%d at %d, %s", i,
+          first, last, position, mask.text().c_str());
+    for (const mask::Interval run : {mask::main_run(row), mask::first_run(row)}) {
       CHECK(!none_past || mask::visible_keys(run) == 0 || run.end - 1 <= position, "row %d at %d sees key %d, %s", i,
             position, run.end - 1, mask.text().c_str());
     }
@@ -180,7 +184,7 @@ void check_blocks(const MaskCase& mask, TileShape shape) {
         CHECK(!steps_back(above, row), "row %d steps back, %s", i, mask.text().c_str());
         above = row;
         two_runs |= mask::visible_keys(mask::first_run(row)) > 0;
-        if constexpr (std::is_same_v<typename Mask::Row, mask::TwoRuns>) {
+        if constexpr (kHasPositions<Mask>) {
           if (mask::visible_keys(row) == 0) continue;
           CHECK(Mask::position(mask_params, block, i) == mask.position(batch, i), "row %d at %d, not %d, %s", i,
                 Mask::position(mask_params, block, i), static_cast<int32_t>(mask.position(batch, i)),
@@ -192,7 +196,7 @@ void check_blocks(const MaskCase& mask, TileShape shape) {
       check_visits(mask, tiles, ceil_div(mask.len_kv - origin, shape.block_kv));
       check_classes(mask, batch, head, first, last, tiles, shape.block_kv, origin, two_runs);
       check_spans<Mask>(mask, mask_params, batch, head, first, shape);
-      if constexpr (std::is_same_v<Mask, mask::Composite>) check_positions(mask_params, block, first, last, mask);
+      if constexpr (kHasPositions<Mask>) check_positions<Mask>(mask_params, block, first, last, mask);
     }
   }
 }
@@ -299,6 +303,17 @@ void check_garbage(const MaskCase& mask, TileShape shape) {
 // A list's blocks of rows and keys divide its cells.
 TileShape list_shape(TileShape shape) { return {shape.block_q > 64 ? 128 : 64, shape.block_kv > 64 ? 128 : 64}; }
 
+int32_t bands = 0;  // how many cases were one
+
+// Composite masks that have kernels of their own.
+void check_band(const MaskCase& mask, TileShape shape) {
+  AttentionParams params;
+  mask.fill(params);
+  if (!mask::Band::serves(params)) return;
+  ++bands;
+  check_blocks<mask::Band>(mask, shape);
+}
+
 void check_mask(const MaskCase& mask, TileShape shape) {
   switch (mask.kind) {
     case MaskKind::kDense:
@@ -316,6 +331,7 @@ void check_mask(const MaskCase& mask, TileShape shape) {
       return;  // cases of their own below
     case MaskKind::kComposite:
       if (mask.rows_given) check_blocks<mask::Hash>(mask, shape);
+      check_band(mask, shape);
       break;
   }
   // The simpler ones too, as calls with a soft cap or ALiBi have them.
@@ -465,6 +481,7 @@ int run() {
     if (mask.kind == MaskKind::kBlockSparse) check_garbage<mask::BlockSparse>(mask, list_shape(shape));
   }
   for (int32_t trial = 0; trial < 500; ++trial) check_orders(random);
+  CHECK(bands > 50, "%d bands", bands);
   return report("test_mask");
 }
 

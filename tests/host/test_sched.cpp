@@ -45,15 +45,17 @@ void check_group_size(Random& random) {
   p.len_kv = random.pick({0, random.between(1, 500), random.between(1, 200000), INT32_MAX});
   p.head_dim = 8 * random.between(1, 32);
   p.head_dim_v = 8 * random.between(1, 32);
+  const bool listed = random.coin();
+  if (listed) p.mask.kind = MaskKind::kBlockSparse;
+  const int64_t bytes = listed ? sched::kListedGroupBytes : sched::kGroupBytes;
   const int32_t slices = p.batch * p.heads_q, shared = p.heads_q / p.heads_kv;
   const int32_t group = sched::group_size(p, slices);
   CHECK(1 <= group && group <= slices, "%d of %d slices", group, slices);
   CHECK(group % shared == 0, "%d slices, %d share a kv head", group, shared);
   const int64_t head_bytes = 2 * int64_t{p.len_kv} * (p.head_dim + p.head_dim_v);
-  CHECK(group == shared || group / shared * head_bytes <= sched::kGroupBytes, "%d slices of len_kv %d", group,
-        p.len_kv);
+  CHECK(group == shared || group / shared * head_bytes <= bytes, "%d slices of len_kv %d", group, p.len_kv);
   // No more groups than have to be, and these as even as they can be.
-  const int64_t most = max_of<int64_t>(1, sched::kGroupBytes / max_of<int64_t>(1, head_bytes)) * shared;
+  const int64_t most = max_of<int64_t>(1, bytes / max_of<int64_t>(1, head_bytes)) * shared;
   const int64_t count = ceil_div<int64_t>(slices, group);
   CHECK(count == ceil_div<int64_t>(slices, most), "%d of %d slices of len_kv %d could be more", group, slices,
         p.len_kv);

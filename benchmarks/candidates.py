@@ -30,6 +30,7 @@ Factory = Callable[[Any], Call]  # of a Case, or of a CacheCase
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PEERS = ("cudnn", "flash", "fa4")
+RECORDED = "-recorded"  # ends the names of candidates whose calls are recorded for a backward pass
 FA4_SITE = "FLASHMSA_FA4_SITE"  # environment variable: folders, as in PATH, in which flash-attn-4 lies unpacked
 
 
@@ -421,7 +422,10 @@ def _sdpa_pinned(name: str) -> Factory:
 
 
 def host_call(name: str, case: Case) -> tuple[Callable[[], AbstractContextManager], Call]:
-    """A context to enter and the call to time inside it: choosing SDPA's backend is no part of its host time."""
+    """A context to enter and the call to time inside it: what chooses SDPA's backend, or switches gradients on, is no
+    part of its host time."""
+    if name.endswith(RECORDED):
+        return torch.enable_grad, FACTORIES[name](case)
     if name in PINNED and not case.is_document:
         return partial(_pin, name), sdpa(case)
     return nullcontext, FACTORIES[name](case)

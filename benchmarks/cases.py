@@ -445,7 +445,8 @@ def small(candidates: list[str], shrink: int = 1) -> list[Unit]:
 
 
 def host(candidates: list[str], shrink: int = 1) -> list[Unit]:
-    """Host time of one eager call, on shapes so small that the device is never what one waits for."""
+    """Host time of one eager call, on shapes so small that the device is never what one waits for, and of one that is
+    recorded for a backward pass."""
     units = []
     for head_dim, length in ((64, 128), (128, 128), (128, 512)):
         dense = Case(1, 8, length, head_dim)
@@ -456,6 +457,9 @@ def host(candidates: list[str], shrink: int = 1) -> list[Unit]:
         document = replace(dense, mask="document", offsets=(0, half, dense.length))
         own = (Lane("flashmsa-eager", "flashmsa-eager", document), Lane("sdpa", "sdpa", dense))
         units.append(Unit("host", document.name, own, length == 128))
+        trained = replace(dense, mask="causal", tag="recorded")
+        own = tuple(Lane(name, f"{name}-recorded", trained) for name in ("flashmsa-eager", "sdpa"))
+        units.append(Unit("host", trained.name, own, length == 128))
     return units
 
 

@@ -1,4 +1,5 @@
-"""Candidates of the backward pass: `NAME-backward` for every one of the forward pass, and both passes with dropout.
+"""Candidates of training: `NAME-backward` for every one of the forward pass, both passes with dropout, and forward
+passes that are recorded.
 
 Importing this adds them to candidates.FACTORIES.
 """
@@ -13,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks import candidates
-from benchmarks.candidates import FACTORIES, Call, Factory, Gradients, leaves
+from benchmarks.candidates import FACTORIES, RECORDED, Call, Factory, Gradients, leaves
 from benchmarks.cases import Case
 
 DROPOUT = 0.1
@@ -60,6 +61,16 @@ def both_passes_of(forward: Callable[[Case], Call]) -> Factory:
     return build
 
 
+def recorded(forward: Callable[[Case], Call]) -> Factory:
+    """The forward pass of inputs that want gradients: called where gradients are enabled, it is recorded."""
+
+    def build(case: Case) -> Call:
+        with leaves():
+            return forward(case)
+
+    return build
+
+
 def _flash_dropout(case: Case) -> Call:
     """SDPA's flash backend. A dry run lets torch choose."""
     q, k, v = candidates.inputs(case)
@@ -83,5 +94,6 @@ FACTORIES |= {
     "flashmsa-backward-deterministic": backward_of(partial(_ours, deterministic=True)),
     "flashmsa-both": both_passes_of(_forward("flashmsa")),
     "flashmsa-both-dropout": both_passes_of(partial(_ours, dropout_p=DROPOUT)),
+    **{f"{name}{RECORDED}": recorded(_forward(name)) for name in ("flashmsa-eager", "sdpa")},
     "flash-both-dropout": both_passes_of(_flash_dropout),
 }

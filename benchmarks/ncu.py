@@ -93,20 +93,36 @@ def known_metrics(program: str, wanted: list[str]) -> tuple[list[str], list[str]
     return present, [m for m in wanted if m not in present]
 
 
+def find_program() -> str:
+    """ncu's path. Raises FileNotFoundError where there is none."""
+    program = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
+    if not Path(program).exists():
+        raise FileNotFoundError("Nsight Compute (ncu) is not on the PATH")
+    return program
+
+
+def options(program: str, metrics: list[str], log: Path) -> list[str]:
+    """ncu on what runs between cudaProfilerStart and cudaProfilerStop, to a CSV file."""
+    command = [program, "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
+    return [*command, "--csv", "--print-units", "base", "--metrics", ",".join(metrics), "--log-file", str(log)]
+
+
+def run_py(arguments: list[str]) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve().parent / "run.py"), *arguments]
+
+
 def command(program: str, metrics: list[str], log: Path, case: Case, candidate: str, added: list[str]) -> list[str]:
-    run = Path(__file__).resolve().parent / "run.py"
-    options = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
-    options += ["--csv", "--print-units", "base", "--metrics", ",".join(metrics), "--log-file", str(log)]
     extra = [part for spec in added for part in ("--candidate", spec)]
-    inner = [sys.executable, str(run), "--ncu-child", case.name, "--ncu-candidate", candidate, *extra]
-    return [program, *options, *inner]
+    inner = ["--ncu-child", case.name, "--ncu-candidate", candidate, *extra]
+    return [*options(program, metrics, log), *run_py(inner)]
 
 
 def profile(case: Case, candidate: str, added: list[str], out: Path) -> int:
     """Profiles one launch of the candidate and prints the reading; the CSV goes to `out` where that is a folder."""
-    program = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
-    if not Path(program).exists():
-        print("run.py --ncu: Nsight Compute (ncu) is not on the PATH", file=sys.stderr)
+    try:
+        program = find_program()
+    except FileNotFoundError as error:
+        print(f"run.py --ncu: {error}", file=sys.stderr)
         return 2
     metrics, absent = known_metrics(program, METRICS)
     with tempfile.TemporaryDirectory() as folder:

@@ -33,6 +33,10 @@ RESULT_KEYS = (
 UNIT_KEYS = ("group", "name", "lanes", "skipped", "derived")
 
 
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
 def tensor_utilisation(flops: float, seconds: float, mhz: float | None, sm_count: int) -> float | None:
     """FLOPs / (SMs * 4096 * SM cycles), the figure that the card's clock does not move."""
     return None if mhz is None else flops / (sm_count * TENSOR_FLOPS_PER_CYCLE * mhz * 1e6 * seconds)
@@ -60,8 +64,7 @@ def steady_figures(lane: Lane, result: Steady, sm_count: int) -> dict[str, Any]:
     """The same under sustained load, with the energy of a TFLOP: joules = watts / (TFLOP/s)."""
     ms = result.ms_per_launch()
     rate = lane.flops / (ms * 1e9)
-    power = sum(result.watts) / len(result.watts) if result.watts else None
-    mhz = sum(result.mhz) / len(result.mhz) if result.mhz else None
+    power, mhz = mean(result.watts), mean(result.mhz)
     return {
         "launches": sum(part.launches for part in result.slices),
         "ms": ms,
@@ -71,6 +74,28 @@ def steady_figures(lane: Lane, result: Steady, sm_count: int) -> dict[str, Any]:
         "utilisation": tensor_utilisation(lane.flops, ms / 1e3, mhz, sm_count),
         "watts": power,
         "joules_per_tflop": None if power is None else power / rate,
+    }
+
+
+def add_steady_ratios(unit: dict[str, Any]) -> None:
+    """Of our steady state: of_peer, its rate over the fastest peer's; energy_of_peer, its joules a TFLOP over those of
+    the peer that needs least. Peers are lanes of the same case."""
+    ours = unit["lanes"].get(OURS)
+    if ours is None or "steady" not in ours:
+        return
+    own = ours["case"]["name"]
+    peers = {
+        label: lane["steady"]
+        for label, lane in unit["lanes"].items()
+        if "steady" in lane and is_own_case(lane, own) and not is_ours(lane)
+    }
+    best = max(peers, key=lambda label: peers[label]["tflops"], default=None)
+    energies = [peer["joules_per_tflop"] for peer in peers.values() if peer["joules_per_tflop"]]
+    figures, energy = ours["steady"], ours["steady"]["joules_per_tflop"]
+    unit["derived"]["steady"] = {
+        "best_peer": best,
+        "of_peer": figures["tflops"] / peers[best]["tflops"] if best else None,
+        "energy_of_peer": energy / min(energies) if energy and energies else None,
     }
 
 
@@ -233,6 +258,32 @@ def _derived_range(units: list[dict], group: str, key: str) -> dict[str, Any] | 
     }
 
 
+def _steady_summary(units: list[dict]) -> dict[str, Any] | None:
+    """Geometric means over the fastest peer of each case, and over the one that needs the least energy."""
+    known = [unit for unit in units if unit["group"] == "forward" and "steady" in unit["derived"]]
+    rates = {unit["name"]: unit["derived"]["steady"]["of_peer"] for unit in known}
+    rates = {name: ratio for name, ratio in rates.items() if ratio}
+    if not rates:
+        return None
+    dim_of = {unit["name"]: unit["lanes"][OURS]["case"]["head_dim"] for unit in known}
+    energies = {unit["name"]: unit["derived"]["steady"]["energy_of_peer"] for unit in known}
+    energies = {name: ratio for name, ratio in energies.items() if ratio}
+    worst, dearest = min(rates, key=rates.__getitem__), max(energies, key=energies.__getitem__, default=None)
+    return {
+        "cases": len(rates),
+        "geometric_mean": geometric_mean(rates.values()),
+        "by_head_dim": {
+            str(dim): geometric_mean(rates[name] for name in rates if dim_of[name] == dim)
+            for dim in sorted({dim_of[name] for name in rates})
+        },
+        "minimum": rates[worst],
+        "minimum_case": worst,
+        "energy": geometric_mean(energies.values()),
+        "most_energy": energies.get(dearest),
+        "most_energy_case": dearest,
+    }
+
+
 def _dispatch_summary(units: list[dict]) -> list[dict[str, Any]]:
     """For each short shape, how long ours takes beside the fastest SDPA backend (below 1: ours is faster)."""
     rows = []
@@ -250,6 +301,7 @@ def summarise(units: list[dict]) -> dict[str, Any]:
     """The figures that a change is judged by."""
     return {
         "forward": _forward_summary(units),
+        "steady": _steady_summary(units),
         "documents_of_target": _derived_range(units, "documents", "of_target"),
         "dims_of_next_width": _derived_range(units, "dims", "of_whole"),
         "one_document_of_plain": _derived_range(units, "one-document", "of_plain"),
@@ -535,14 +587,17 @@ def _construction_table(units: list[dict]) -> str:
 def _steady_table(units: list[dict]) -> str:
     rows = []
     for unit in units:
+        beside = unit["derived"].get("steady", {})
         for label, lane in unit["lanes"].items():
             figures = lane.get("steady")
             if figures is None:
                 continue
             cells = [number(figures["tflops"]), number(figures["utilisation"], ".3f"), number(figures["sm_mhz"])]
             cells += [number(figures["watts"]), number(figures["joules_per_tflop"], ".3f"), str(figures["launches"])]
-            rows.append([f"{unit['name']}  {label}", *cells])
-    return table(["case and candidate", "TFLOP/s", "util", "MHz", "W", "J/TFLOP", "launches"], rows)
+            ratios = [beside.get(key) if label == OURS else None for key in ("of_peer", "energy_of_peer")]
+            rows.append([f"{unit['name']}  {label}", *cells, *(number(ratio, ".3f") for ratio in ratios)])
+    heads = ["TFLOP/s", "util", "MHz", "W", "J/TFLOP", "launches", "of peer", "J of peer"]
+    return table(["case and candidate", *heads], rows)
 
 
 _TABLES: dict[str, tuple[str, Callable[[list[dict]], str]]] = {
@@ -586,6 +641,14 @@ def _summary_lines(data: dict[str, Any]) -> list[str]:
         lines.append(
             f"forward {name} / {BASELINE}: geometric mean {figures['geometric_mean']:.3f} ({dims}) over "
             f"{figures['cases']} cases, minimum {figures['minimum']:.3f} at {figures['minimum_case']}"
+        )
+    if (steady := summary.get("steady")) is not None:
+        dims = ", ".join(f"d{dim} {number(mean, '.3f')}" for dim, mean in steady["by_head_dim"].items())
+        lines.append(
+            f"steady state / best peer: geometric mean {steady['geometric_mean']:.3f} ({dims}) over "
+            f"{steady['cases']} cases, minimum {steady['minimum']:.3f} at {steady['minimum_case']}; energy over the "
+            f"least of a peer's: {number(steady['energy'], '.3f')}, at most {number(steady['most_energy'], '.3f')} at "
+            f"{steady['most_energy_case']}"
         )
     ranges = {
         "documents_of_target": "documents, share of target",
@@ -635,7 +698,10 @@ def text(data: dict[str, Any]) -> str:
             parts.append(f"{title}\n{render(units)}")
     steady_units = [u for u in data["units"] if any("steady" in lane for lane in u["lanes"].values())]
     if steady_units:
-        parts.append(f"steady state: seconds of launches in alternating slices\n{_steady_table(steady_units)}")
+        title = (
+            "steady state: seconds of launches in alternating slices; of peer: over the fastest, energy over the least"
+        )
+        parts.append(f"{title}\n{_steady_table(steady_units)}")
     ceiling = data["ceiling"]
     machine = data["environment"]
     last = [

@@ -9,8 +9,9 @@
     python benchmarks/run.py --group masks --peers cudnn,flash,fa4,flex,flex-fa4
                                                      with FlexAttention, by Triton and by flash-attn-4's kernel
     FLASHMSA_FA4_SITE=PATHS python benchmarks/run.py flash-attn-4 from where its wheels were unpacked
-    python benchmarks/run.py --steady                also seconds of launches of six cases, with energy
+    python benchmarks/run.py --steady                also seconds of launches of six cases, with energy (or: all)
     python benchmarks/run.py --ncu d128-4x4096-dense one case under Nsight Compute
+    python benchmarks/run.py --limits                shares of each limit that our kernels reach, as a table
     python benchmarks/run.py --dry-run               everything on the CPU with tiny shapes; the figures mean nothing
 
 README.md beside this says how the figures are made.
@@ -34,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks import cache_candidates, candidates, cases, gradient_candidates, ncu, report, timing  # noqa: F401
+from benchmarks import cache_candidates, candidates, cases, gradient_candidates, limits, ncu, report, timing  # noqa: F401
 from benchmarks.cases import Case, Lane, Unit
 from benchmarks.device import CudaDevice, HostDevice, environment, open_nvml
 
@@ -71,7 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--flex", action="store_true", help="FlexAttention too (compiles each case)")
     add("--candidate", action="append", default=[], metavar="NAME=MODULE:ATTR", help="add or replace a candidate")
     add("--layout", choices=("bhsd", "bshd"), default="bhsd", help="memory order of q, k, v")
-    add("--steady", nargs="?", const=",".join(STEADY_CASES), default="", help="cases for the steady state")
+    add("--steady", nargs="?", const=",".join(STEADY_CASES), default="", help="cases for the steady state, or all")
     add("--seconds", type=float, default=2.0, help="steady state: seconds of launches of each candidate")
     add("--out", type=Path, default=RESULTS, help="a .json file, or the folder for one")
     add("--commit", help="what to record as the commit, where this is no git checkout")
@@ -79,6 +80,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="tiny shapes on the CPU")
     add("--ncu", metavar="CASE", help="profile one case under Nsight Compute and stop")
     add("--ncu-candidate", default="flashmsa")
+    add("--limits", nargs="?", const="", metavar="ROWS", help="what limits each kernel, by Nsight Compute, and stop")
+    add("--limits-child", metavar="ROWS", help=argparse.SUPPRESS)
     add("--ncu-child", metavar="CASE", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -185,7 +188,7 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
     if unit.group == "decode":
         report.add_cache_figures(record, unit.lanes, unit.whole)
         cache_candidates.release()
-    if unit.name in args.steady.split(",") and unit.group in STEADY_GROUPS:
+    if is_steady(unit, args):
         add_steady(record, lanes, calls, device, nvml, args)
     return record
 
@@ -239,6 +242,7 @@ def add_steady(
     results = timing.steady(device, calls, estimate, nvml, args.seconds, min(0.5, args.seconds))
     for label, lane in lanes.items():
         record["lanes"][label]["steady"] = report.steady_figures(lane, results[label], device.sm_count)
+    report.add_steady_ratios(record)
 
 
 # A run
@@ -306,8 +310,12 @@ def result_path(out: Path, data: dict[str, Any]) -> Path:
     return out / f"{gpu}-{stamp}.json"
 
 
+def is_steady(unit: Unit, args: argparse.Namespace) -> bool:
+    return unit.group in STEADY_GROUPS and (args.steady == "all" or unit.name in args.steady.split(","))
+
+
 def check_steady(units: list[Unit], args: argparse.Namespace) -> None:
-    wanted = {name for name in args.steady.split(",") if name}
+    wanted = {name for name in args.steady.split(",") if name} - {"all"}
     strange = wanted - {unit.name for unit in units if unit.group in STEADY_GROUPS}
     if strange:
         raise UsageError(f"--steady: {', '.join(sorted(strange))} not among the chosen units; see --list")
@@ -357,6 +365,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.ncu_child:
         chosen_candidates(args)
         return ncu.child(named_case(args.ncu_child), args.ncu_candidate)
+    if args.limits_child is not None:
+        return limits.child(args.limits_child)
+    if args.limits is not None:
+        return report_limits(args, given)
     names = chosen_candidates(args)
     if args.ncu:
         return ncu.profile(named_case(args.ncu), args.ncu_candidate, args.candidate, args.out)
@@ -369,6 +381,31 @@ def main(argv: list[str] | None = None) -> int:
         print("run.py: no CUDA device here; --dry-run runs everything on the CPU", file=sys.stderr)
         return 2
     return benchmark(units, args, given)
+
+
+def report_limits(args: argparse.Namespace, argv: list[str]) -> int:
+    """Writes and prints the table of limits."""
+    try:
+        found = limits.chosen(args.limits)
+        kernels, absent = limits.profile(args.limits)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except (FileNotFoundError, RuntimeError) as error:
+        print(f"run.py --limits: {error}", file=sys.stderr)
+        return 2
+    device, nvml = CudaDevice(), open_nvml()
+    data = new_results(args, argv, device, nvml)
+    card = {"sm_count": device.sm_count, **(nvml.state() if nvml else {})}
+    with torch.no_grad():
+        steady = limits.sustained(found, device, nvml, args.seconds)
+    data["limits"] = [limits.row_record(row, kernels[row.name], steady[row.name], card) for row in found]
+    data["clocks"]["after"] = nvml.state() if nvml else None
+    path = result_path(args.out, data)
+    report.write_json(data, path)
+    table = limits.markdown(data["limits"])
+    path.with_suffix(".md").write_text(f"`{data['command']}`, commit {data['environment']['commit']}\n\n{table}\n")
+    print("\n".join([*(f"not offered by this ncu: {name}" for name in absent), f"written: {path}", "", table]))
+    return 0
 
 
 def benchmark(units: list[Unit], args: argparse.Namespace, argv: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 import sys
 import time
 import types
@@ -19,7 +20,19 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cache_candidates, candidates, cases, device, gradient_candidates, ncu, plot, report, run, timing
+from benchmarks import (
+    cache_candidates,
+    candidates,
+    cases,
+    device,
+    gradient_candidates,
+    limits,
+    ncu,
+    plot,
+    report,
+    run,
+    timing,
+)
 from benchmarks.cache_cases import CacheCase, log_uniform_lengths
 from benchmarks.cases import Case, Draw, Lane, Unit
 
@@ -580,6 +593,21 @@ def test_graph_times_are_per_launch_and_skip_the_first_round() -> None:
     assert {name: found.ms for name, found in times.items()} == {"a": [0.5] * 3, "b": [0.25] * 3}
 
 
+@pytest.mark.parametrize("name", ["flashmsa-eager", "sdpa"])
+def test_recorded_calls_are_recorded_and_others_are_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flashmsa")
+    monkeypatch.setattr(candidates.settings, "device", "cpu")
+    case = Case(1, 2, 16, 64, "causal")
+    with torch.no_grad():
+        context, call = candidates.host_call(name + candidates.RECORDED, case)
+        with context():
+            recorded = call()
+        context, call = candidates.host_call(name, case)
+        with context():
+            plain = call()
+    assert recorded.requires_grad and not plain.requires_grad and torch.equal(recorded, plain)
+
+
 def test_host_times_give_one_figure_per_call_and_enter_the_context() -> None:
     recorder, entered = Recorder(), []
 
@@ -652,6 +680,41 @@ def test_steady_figures_turn_power_into_energy_per_flop() -> None:
     assert figures["tflops"] == pytest.approx(600.0)
     assert figures["joules_per_tflop"] == pytest.approx(700.0 / 600.0)
     assert report.steady_figures(Lane("x", "x", case), timing.Steady(parts), 132)["joules_per_tflop"] is None
+
+
+def steady_unit(case: Case, **lanes: tuple[float, float | None]) -> dict:
+    """A forward unit whose lanes ran steadily at (TFLOP/s, watts)."""
+    records = {}
+    for name, (tflops, power) in lanes.items():
+        part = timing.Slice(10, 10 * case.flops / (tflops * 1e9), 0.0, 1.0, 1500.0)
+        result = timing.Steady([part], [] if power is None else [power], [1500.0])
+        records[name] = lane_record(name, case, tflops)
+        records[name]["steady"] = report.steady_figures(Lane(name, name, case), result, 132)
+    unit = unit_record("forward", case.name, records)
+    report.add_steady_ratios(unit)
+    return unit
+
+
+def test_steady_state_is_judged_by_the_fastest_peer_and_by_the_one_that_needs_least_energy() -> None:
+    dense, causal = Case(4, 16, 4096, 128), Case(4, 16, 4096, 128, "causal")
+    units = [
+        steady_unit(dense, flashmsa=(660.0, 660.0), cudnn=(500.0, 450.0), fa4=(600.0, 690.0)),
+        steady_unit(causal, flashmsa=(500.0, 600.0), cudnn=(500.0, 500.0), fa4=(400.0, None)),
+    ]
+    assert units[0]["derived"]["steady"] == {
+        "best_peer": "fa4",
+        "of_peer": pytest.approx(1.1),
+        "energy_of_peer": pytest.approx(1.0 / 0.9),  # cuDNN's 0.9 J
+    }
+    summary = report.summarise(units)["steady"]
+    assert summary["geometric_mean"] == pytest.approx(1.1**0.5) and summary["by_head_dim"] == {
+        "128": summary["geometric_mean"]
+    }
+    assert summary["minimum_case"] == causal.name and summary["minimum"] == pytest.approx(1.0)
+    assert summary["most_energy_case"] == causal.name and summary["most_energy"] == pytest.approx(1.2)
+    alone = steady_unit(dense, flashmsa=(660.0, 660.0))
+    assert alone["derived"]["steady"] == {"best_peer": None, "of_peer": None, "energy_of_peer": None}
+    assert report.summarise([alone])["steady"] is None
 
 
 # Figures
@@ -896,6 +959,95 @@ def test_ncu_leaves_the_clocks_alone_and_calls_the_child() -> None:
     assert ncu.parse("==ERROR== no kernels") == []
 
 
+# Limits
+
+
+def test_limits_have_a_row_for_each_kind_of_kernel() -> None:
+    names = [row.name for row in limits.rows()]
+    assert len(set(names)) == len(names)
+    dims = {(row.case.head_dim, row.case.value_dim) for row in limits.rows() if row.candidate == "flashmsa"}
+    assert dims == {(dim, dim) for dim in cases.HEAD_DIMS} | set(cases.OTHER_DIMS)
+    for mask in ("dense", "causal"):
+        assert f"flashmsa d192x128-4x4096-{mask}-h16" in names and f"flashmsa-backward d64-4x4096-{mask}" in names
+    assert all(row.candidate in candidates.FACTORIES for row in limits.rows())
+    assert [row.name for row in limits.chosen("page16")] == ["flashmsa-cache-page16 d128-32x8192-32of8"]
+    with pytest.raises(ValueError, match=r"--limits: nothing matches 'd512'"):
+        limits.chosen("d512")
+
+
+def test_a_kernel_is_limited_by_power_where_it_is_reached_and_by_its_fullest_units() -> None:
+    shares = {"tensor pipe": 0.92, "shared memory": 0.84, "exp unit": 0.46}
+    assert limits.limited_by(shares) == ["tensor pipe", "shared memory"]
+    assert limits.limited_by(shares | {limits.POWER: 0.99}) == ["power", "tensor pipe", "shared memory"]
+    assert limits.limited_by(shares | {limits.POWER: 0.8}) == ["tensor pipe", "shared memory"]
+    assert limits.limited_by({}) == []
+
+
+def profiled(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], kernels: dict[str, dict[str, str]], code: int = 0
+) -> list:
+    """In place of ncu: writes those kernels to its log and calls those rows started. Returns the commands."""
+    commands = []
+
+    def run_ncu(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        commands.append(command)
+        Path(command[command.index("--log-file") + 1]).write_text(ncu_output(kernels))
+        printed = "".join(f"==PROF==\n{limits.STARTED}{name}\n" for name in names)
+        return subprocess.CompletedProcess(command, code, printed, "its last words")
+
+    monkeypatch.setattr(ncu, "find_program", lambda: "ncu")
+    monkeypatch.setattr(ncu, "known_metrics", lambda program, wanted: (wanted, []))
+    monkeypatch.setattr(limits.subprocess, "run", run_ncu)
+    return commands
+
+
+def test_limits_pair_rows_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, shared = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
+    kernels = {"fwd": {ncu.CYCLES: "1000000", tensor: "92.5"}, "bwd": {ncu.CYCLES: "2,000,000", shared: "n/a"}}
+    commands = profiled(monkeypatch, ["a", "b"], kernels)
+    found, absent = limits.profile("x")
+    assert list(found) == ["a", "b"] and found["a"][tensor] == 92.5 and found["b"]["name"] == "bwd" and absent == []
+    ((program, *rest),) = commands
+    assert program == "ncu" and rest[-2:] == ["--limits-child", "x"] and f"regex:{limits.MAIN_KERNELS}" in rest
+    assert rest[rest.index("--clock-control") + 1] == "none"
+
+
+@pytest.mark.parametrize("names, code", [(["a", "b", "c"], 0), ([], 0), (["a", "b"], 1)])
+def test_limits_refuse_what_does_not_match(monkeypatch: pytest.MonkeyPatch, names: list[str], code: int) -> None:
+    profiled(monkeypatch, names, {"fwd": {ncu.CYCLES: "1"}, "bwd": {ncu.CYCLES: "1"}}, code)
+    with pytest.raises(RuntimeError, match=r"2 main kernels of \d rows(.|\n)*its last words"):
+        limits.profile("x")
+
+
+def test_limits_take_power_and_clock_from_launches_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flashmsa")
+    monkeypatch.setattr(candidates.settings, "device", "cpu")
+    row = limits.Row("flashmsa", Case(1, 1, 16, 64))
+    with torch.no_grad():
+        (figures,) = limits.sustained([row], device.HostDevice(), None, 0.01).values()
+    assert figures["ms"] > 0 and figures["watts"] is None and figures["sm_mhz"] is None
+
+
+def test_limits_as_a_table() -> None:
+    (row,) = limits.chosen("^flashmsa d128-4x4096-dense$")
+    cycles = row.flops / (132 * 4096) / 0.9  # nine tenths of them useful
+    tensor, shared = limits.METRICS["tensor pipe"], limits.METRICS["shared memory"]
+    kernel = {"name": "k", ncu.CYCLES: cycles, ncu.TIME: 1e6, tensor: 92.4, shared: 67.6}
+    card = {"sm_count": 132, "power_limit_w": 700.0, "sm_max_mhz": 1980}
+    record = limits.row_record(row, kernel, {"watts": 693.0, "sm_mhz": 1485.0, "ms": 1.0}, card)
+    assert record["useful_tensor"] == pytest.approx(0.9) and record["clock"] == pytest.approx(0.75)
+    assert record["shares"] == {
+        "tensor pipe": pytest.approx(0.924),
+        "shared memory": pytest.approx(0.676),
+        "power": pytest.approx(0.99),
+    }
+    head, _, line = limits.markdown([record]).splitlines()
+    assert line == "| forward d128-4x4096-dense | 92 | – | 68 | – | – | – | 99 | 90 | 75 | power, tensor pipe |"
+    assert head.count("|") == line.count("|")
+    unknown = limits.row_record(row, kernel, {"watts": None, "sm_mhz": None, "ms": 1.0}, {"sm_count": 132})
+    assert unknown["clock"] is None and limits.POWER not in unknown["shares"]
+
+
 # Whole runs, dry
 
 
@@ -937,6 +1089,8 @@ def test_dry_run_goes_through_every_device_group(tmp_path: Path, monkeypatch: py
     assert forward["d64-4x64-causal-h1"]["differences"]["flashmsa"] < run.WRONG
     assert "steady" in forward["d64-4x64-causal-h1"]["lanes"]["flashmsa"]
     assert "steady" not in forward["d64-4x64-dense-h1"]["lanes"]["flashmsa"]
+    assert forward["d64-4x64-causal-h1"]["derived"]["steady"]["best_peer"] == "cudnn"
+    assert data["summary"]["steady"]["cases"] == 1 and "steady state / best peer" in printed
     assert data["summary"]["one_document_of_plain"]["geometric_mean"] > 0
     assert "these figures say nothing" in printed and "d128-1x256-document-h1-seed1" in printed
 
@@ -963,7 +1117,7 @@ def test_dry_run_with_the_cpu_backend(tmp_path: Path) -> None:
     arguments = ["--group", "forward,host,table", "--cases", "d64-4x64|d64-1x128|d128-1x128-dense-h1"]
     code, data = dry_run(tmp_path / "r.json", *arguments)
     assert code == 0
-    assert [unit["group"] for unit in data["units"]] == ["forward", "forward", *["host"] * 3, "table"]
+    assert [unit["group"] for unit in data["units"]] == ["forward", "forward", *["host"] * 4, "table"]
     assert all(unit["derived"]["of_sdpa"] > 0 for unit in data["units"] if unit["group"] == "host")
     assert "qkv+flashmsa" in data["units"][-1]["lanes"]
 
@@ -1072,8 +1226,19 @@ def test_bad_arguments_name_the_choices(tmp_path: Path) -> None:
         run.main(["--dry-run", "--peers", "fa9"])
     with pytest.raises(ValueError, match=r"--cases: nothing in forward"):
         run.main(["--dry-run", "--group", "forward", "--cases", "d512"])
+    with pytest.raises(ValueError, match=r"--limits: nothing matches 'd512'"):
+        run.main(["--limits", "d512"])
     with pytest.raises(ValueError, match=r"--steady: d128-nowhere"):
         run.main(["--dry-run", "--group", "forward", "--steady", "d128-nowhere"])
+
+
+def test_steady_state_of_all_units_or_some() -> None:
+    units = run.chosen_units(run.parse(["--group", "forward,host"]), ["flashmsa"])
+    every, six = run.parse(["--steady", "all"]), run.parse(["--steady"])
+    run.check_steady(units, every)
+    assert sum(run.is_steady(unit, every) for unit in units) == 24
+    assert sum(run.is_steady(unit, six) for unit in units) == 6
+    assert not any(run.is_steady(unit, run.parse([])) for unit in units)
 
 
 def test_list_prints_units_without_running_them(capsys) -> None:

@@ -218,6 +218,26 @@ def test_alibi_adds_nothing_to_the_elements_of_a_full_block(forward: list[Functi
     assert (found < 1.5 * elements) if takes_places(kernel) else (found >= 2 * elements), f"{found} FFMA"
 
 
+@pytest.mark.parametrize("name", ["attention_forward_kernel", "paged_attention_kernel"])
+def test_branches_that_wait_for_wgmma_hold_nothing_else(families: dict[str, Family], name: str) -> None:
+    """The warps of a warpgroup may take different ones (sm90::wgmma_wait_in_branch), and only a warp's wait for its own
+    scoreboard does not ask whether they did: they are to meet again at once.
+
+    A jump to the second wait; the first, and a jump behind the second; the second.
+    """
+    for function in families[name].functions:
+        code = [(address, text.split()) for address, text in function.code if text.strip() != "NOP"]
+        pairs = 0
+        for before, first, jump, second, behind in zip(*(code[n:] for n in range(5)), strict=False):
+            if first[1][0] != "WARPGROUP.DEPBAR.LE" or jump[1][0] != "BRA":
+                continue
+            pairs += 1
+            assert second[1][0] == "WARPGROUP.DEPBAR.LE", f"{function.name}: {second}"
+            assert before[1][1] == "BRA" and int(before[1][2], 16) == second[0], f"{function.name}: {before}"
+            assert second[0] < int(jump[1][-1], 16) <= behind[0], f"{function.name}: {jump}"
+        assert pairs, function.name
+
+
 @pytest.mark.parametrize("name", BY_WGMMA)
 def test_registers_move_between_warpgroups(families: dict[str, Family], name: str) -> None:
     """Warpgroup 0 gives registers away and the others take them.

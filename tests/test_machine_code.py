@@ -162,6 +162,22 @@ def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, op
             assert any(function.count(x) > 0 for x in opcode.split("|")), f"{function.name} has no {opcode}"
 
 
+@pytest.mark.parametrize("name", ["paged_decode_kernel", "cluster_decode_kernel"])
+def test_chunks_are_given_back_behind_a_fence(families: dict[str, Family], name: str) -> None:
+    """Without one the arrival does not wait for a chunk's last LDSM, and the next chunk may come first."""
+    for function in families[name].functions:
+        fenced, arrivals = True, 0
+        for address, text in function.code:
+            if text.startswith("LDSM"):
+                fenced = False
+            elif text.startswith("FENCE.VIEW.ASYNC"):
+                fenced = True
+            elif "SYNCS.ARRIVE" in text:
+                assert fenced, f"{function.name} arrives at {address:#x} before its loads are done"
+                arrivals += 1
+        assert arrivals > 0, function.name
+
+
 def test_rows_by_index_and_by_tma(forward: list[Function]) -> None:
     """Hash buckets' rows come one by one and go one by one; everyone else's by TMA alone."""
     for kernel in KERNELS:

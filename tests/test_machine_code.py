@@ -239,9 +239,12 @@ def test_branches_that_wait_for_wgmma_hold_nothing_else(families: dict[str, Fami
     """The warps of a warpgroup may take different ones (sm90::wgmma_wait_in_branch), and only a warp's wait for its own
     scoreboard does not ask whether they did: they are to meet again at once.
 
-    A jump to the second wait; the first, and a jump behind the second; the second.
+    A jump to the second wait; the first, and a jump behind the second; the second. Not with a soft cap (Score's first
+    argument), where exponentials stand in the branches too.
     """
     for function in families[name].functions:
+        if "ScoreILb1E" in function.name:
+            continue
         code = [(address, text.split()) for address, text in function.code if text.strip() != "NOP"]
         pairs = 0
         for before, first, jump, second, behind in zip(*(code[n:] for n in range(5)), strict=False):

@@ -18,6 +18,7 @@
 #include "bwd/consumer.cuh"
 #include "bwd/dq.cuh"
 #include "bwd/split_consumer.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/registers.cuh"
 
 namespace flashmsa::bwd {
@@ -29,10 +30,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   const int32_t warpgroup = __shfl_sync(~0u, threadIdx.x / sm90::kWarpgroupThreads, 0);
+  const int32_t tile_index = blockIdx.x / Config::kCluster;
   [[maybe_unused]] KeyTile key_tile;
   [[maybe_unused]] OwnKeys<Config::kPacked> own;
   if constexpr (Config::kPacked) {
-    key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+    key_tile = key_tile_of<kOrdered>(params, tile_index);
     own = own_keys_of(params, key_tile);
     key_tile.tile = own.place;
     // A number of no tile has no results.
@@ -51,11 +53,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       shared.key_tile = key_tile;
       shared.own = own;
     } else {
-      shared.key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+      shared.key_tile = key_tile_of<kOrdered>(params, tile_index);
     }
     DqWarpgroup<Config, kOrdered>{params, shared, shared.key_tile}.load_keys();
   }
-  __syncthreads();
+  // SYNC: the barriers are there, in the other CTA too.
+  if constexpr (Config::kCluster > 1) {
+    __syncwarp();
+    sm90::cluster_sync();
+  } else {
+    __syncthreads();
+  }
   // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
   cudaGridDependencySynchronize();
   if constexpr (!Config::kPacked) {
@@ -75,6 +83,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       SplitConsumer<Config, Gradient::kKeys>(params, shared).run();
     }
+  }
+  // SYNC: shared memory and barriers outlive what the other CTA sends.
+  if constexpr (Config::kCluster > 1) {
+    __syncwarp();
+    sm90::cluster_arrive_relaxed();
+    sm90::cluster_wait();
   }
 }
 

@@ -251,7 +251,7 @@ struct DqWarpgroup {
   }
 
   // A warp's part of it, from registers.
-  __device__ __forceinline__ void add_both(const float (&dq)[32], int32_t piece, float* target, int32_t turn) {
+  __device__ __forceinline__ void add_columns(const float (&dq)[32], int32_t piece, float* target, int32_t turn) {
     float* to = target + (rank() * Config::kCtaPieces * DqPiece::kFloats + warp() * DqPiece::kWarpFloats + 4 * lane());
 #pragma unroll
     for (int e = 0; e < 32; e += 4) {
@@ -325,6 +325,28 @@ struct DqWarpgroup {
     for (int i = 0; i < Config::kTurns; ++i) open[i] = -1;
   }
 
+  // Clusters: this CTA's columns of a step's dQ, added to the sum. They leave from registers: there is no shared memory for
+  // them.
+  __device__ __forceinline__ void sum_columns(int64_t place, int32_t turn, [[maybe_unused]] int32_t seen, uint32_t buffer,
+                                              int32_t (&open)[Config::kTurns], int32_t& steps) {
+#pragma unroll
+    for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) {
+      float dq[32];
+      multiply_both(dq, piece, buffer);
+      if (kOrdered && piece == 0) end_turns(open, steps, false);
+      sm90::wgmma_wait<0>();
+      sm90::pin_registers(dq);
+      if (piece == Config::kCtaPieces - 1 && lane() < Config::kCluster) {
+        sm90::arrive_at(sm90::map_shared(&shared.empty_ds[buffer].word, lane()));
+      }
+      if (kOrdered && piece == 0) {
+        if (sm90::elect()) wait_turn(static_cast<int32_t>(place), turn, seen);
+        __syncwarp();
+      }
+      add_columns(dq, piece, params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats), turn);
+    }
+  }
+
   __device__ void run() {
     std::conditional_t<Config::kPacked, PackedWalk<Config>, Walk<Config, kOrdered>> walk(params, shared);
     Place<Config::kStages> ahead;
@@ -360,49 +382,33 @@ struct DqWarpgroup {
       // SYNC: the four warps need not keep step. A stage is filled again only when all of them have read whose it was.
       __syncwarp();
       if (lane() == 0) shared.empty[at.stage].arrive();
-      float* target = params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats);
+      [[maybe_unused]] float* target = params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats);
       [[maybe_unused]] int32_t seen = 0;
       if (kOrdered && sm90::elect()) seen = sm90::load_relaxed(turns(static_cast<int32_t>(place)));
       shared.full_ds[buffer.stage].wait(buffer.parity);
       if constexpr (S::kClustered) {
+        sum_columns(place, turn, seen, buffer.stage, open, steps);
+      } else {
 #pragma unroll
-        for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) {
+        for (int32_t piece = 0; piece < Config::kPieces; ++piece) {
           float dq[32];
-          multiply_both(dq, piece, buffer.stage);
+          multiply(dq, piece, buffer.stage);
+          // NOTE: behind a product in flight, and a step late: by now most additions are complete.
           if (kOrdered && piece == 0) end_turns(open, steps, false);
           sm90::wgmma_wait<0>();
           sm90::pin_registers(dq);
-          if (piece == Config::kCtaPieces - 1 && lane() < Config::kCluster) {
-            sm90::arrive_at(sm90::map_shared(&shared.empty_ds[buffer.stage].word, lane()));
+          if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
+          stage(dq, piece);
+          if (!kHeld && sm90::elect()) {
+            if (kOrdered && piece == 0) wait_turn(static_cast<int32_t>(place), turn, seen);
+            add(piece, target, turn);
           }
-          if (kOrdered && piece == 0) {
-            if (sm90::elect()) wait_turn(static_cast<int32_t>(place), turn, seen);
-            __syncwarp();
-          }
-          add_both(dq, piece, params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats), turn);
         }
-        if constexpr (kOrdered) open[0] = static_cast<int32_t>(place);
-        continue;
-      }
+        if (kHeld && sm90::elect()) {
+          if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
 #pragma unroll
-      for (int32_t piece = 0; piece < Config::kPieces; ++piece) {
-        float dq[32];
-        multiply(dq, piece, buffer.stage);
-        // NOTE: behind a product in flight, and a step late: by now most additions are complete.
-        if (kOrdered && piece == 0) end_turns(open, steps, false);
-        sm90::wgmma_wait<0>();
-        sm90::pin_registers(dq);
-        if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
-        stage(dq, piece);
-        if (!kHeld && sm90::elect()) {
-          if (kOrdered && piece == 0) wait_turn(static_cast<int32_t>(place), turn, seen);
-          add(piece, target, turn);
+          for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target, turn);
         }
-      }
-      if (kHeld && sm90::elect()) {
-        if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
-#pragma unroll
-        for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target, turn);
       }
       if constexpr (kOrdered) {
 #pragma unroll

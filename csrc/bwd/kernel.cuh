@@ -1,5 +1,5 @@
-// The main kernel of the backward pass on sm_90a: a CTA owns 128 (d256: 64) keys of one kv head and walks over the queries that see
-// them.
+// The main kernel of the backward pass on sm_90a: a CTA, or at d256 a cluster of two with 64 each, owns 128 keys of one kv head
+// and walks over the queries that see them.
 //
 //   P = 2^(S scale - lse)   dV = P^T dO   dP = dO V^T   dS = P ∘ (dP - Δ)   dQ = scale dS K   dK = scale dS^T Q
 //
@@ -11,6 +11,8 @@
 // Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
 // Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it.
 // Schedule    the numbered steps of the consumers.
+// Clusters    each CTA loads half of Q's and dO's columns, to both. dS^T goes to the other CTA as it goes to this one's dQ, and
+//             each has half of dQ's columns, of all 128 keys: half the bytes that the L2 gives and half of those that it adds.
 // Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h;
 //             the first of them stores.
 #pragma once

@@ -78,10 +78,11 @@ struct SplitConsumer : Pairs<Config> {
                                       Base::queries(kValues ? shared.q[stage] : shared.dout[stage], sub));  // 1
     Kept kept;
     if constexpr (kDropout) kept = this->draw(stage, sub);
+    sm90::wgmma_wait<1>();
+    if (sub == 0 && before != stage) this->release_all(shared.empty[before]);
     sm90::wgmma_wait<0>();
     sm90::pin_registers(pairs);
     sm90::pin_registers(gradient);
-    if (sub == 0 && before != stage) this->release_all(shared.empty[before]);
     Fragment weights;
     if constexpr (kValues) {
       make_p(pairs, weights, kept, stage, buffer, sub);  // 2

@@ -154,10 +154,22 @@ def test_a_known_report_is_counted_and_others_are_not_taken_for_it(first: str, s
     assert not findings_of(report, INVALID).clean
 
 
-def test_synccheck_leaves_out_where_wgmma_is_waited_for_and_others_do_not() -> None:
-    assert "--check-warpgroup-mma" in sanitize.sanitizer_command("s", "synccheck")
-    for tool in ("memcheck", "racecheck"):
-        assert "--check-warpgroup-mma" not in sanitize.sanitizer_command("s", tool)
+def test_synccheck_leaves_a_check_out_where_warps_wait_in_branches() -> None:
+    left_out = ["--check-warpgroup-mma", "no"]
+    assert sanitize.sanitizer_command("s", "synccheck", "in branches")[-2:] == left_out
+    for tool, waits in (("synccheck", "at one place"), ("memcheck", None), ("racecheck", None)):
+        assert left_out[0] not in sanitize.sanitizer_command("s", tool, waits)
+
+
+@needs_kernels
+def test_every_call_waits_in_one_of_the_ways() -> None:
+    parts = [sanitize.chosen_calls(sanitize.parse(["--waits", waits])) for waits in sanitize.WAITS]
+    assert sorted(c.name for part in parts for c in part) == sorted(c.name for c in CALLS)
+    assert {c.kernel for c in parts[1]} == {
+        row["name"] for row in TABLES if row["name"].startswith("fwd") and row["softcap"] and not row["alibi"]
+    }
+    command = sanitize.child_command(sanitize.parse([]), 0, float("inf"), "in branches")
+    assert sanitize.parse(command[2:]).waits == "in branches"
 
 
 @pytest.fixture

@@ -390,56 +390,53 @@ struct Consumer {
     }
   }
 
-  // Which exponent a block with a soft cap takes; kAny: by attend_capped().
-  enum class CapCurve { kCubic, kQuintic, kNonic, kAny };
+  // Steps 3 and 4 of a block that moves no reference. kEarly: the exponentials come before the wait for P V.
+  template <int kBranch, bool kEarly, class Exponent>
+  __device__ __forceinline__ void finish_by(Scores& x, Output& y, const Exponent& exponent, const Kept& kept) {
+    if constexpr (kEarly) {
+      y.softmax.exponentiate_in_place(exponent, x.s);
+      sm90::pin_registers(x.s);
+    }
+    end_output<kBranch>(y);
+    if constexpr (!kEarly) y.softmax.exponentiate_in_place(exponent, x.s);
+    y.softmax.template pack<Element>(x.s, y.p, kept);
+  }
 
-  // The shortest that serves all of the warp's S; the same in all lanes.
+  // Step 3 as far as it is the same for all blocks. kBranch: of wgmma_wait_in_branch.
+  template <int kBranch>
+  __device__ __forceinline__ void end_output(Output& y) {
+    sm90::wgmma_wait_in_branch<kBranch>();
+    sm90::pin_registers(y.o);
+    release_v();
+    ++key_blocks;
+  }
+
+  // Steps 2 to 4 of a block with a soft cap, whose S is here: by the shortest exponent that serves all of the warp's S.
   // NOTE: a capped S is no larger than S. So where no |S| reaches its row's limit, none outgrows the reference.
-  __device__ __forceinline__ CapCurve cap_curve(const attn::OnlineSoftmax& softmax, const int32_t (&size)[2]) const {
-    const attn::CapExponents& exponents = params.cap_exponents;
-    const bool grows = size[0] >= softmax.limit[0] || size[1] >= softmax.limit[1];
-    const bool past_cubic = max_of(size[0], size[1]) >= __float_as_int(exponents.cubic.end);
-    if (!__any_sync(~0u, grows || past_cubic)) return CapCurve::kCubic;
-    if (__any_sync(~0u, grows) || !all_below(size, exponents.nonic.end)) return CapCurve::kAny;
-    return all_below(size, exponents.quintic.end) ? CapCurve::kQuintic : CapCurve::kNonic;
-  }
-
-  // The exponentials of a block that moves no reference.
-  __device__ __forceinline__ void exponentiate_by(CapCurve curve, Scores& x, Output& y) const {
-    const attn::CapExponents& exponents = params.cap_exponents;
-    if (curve == CapCurve::kCubic) y.softmax.exponentiate_in_place(exponents.cubic, x.s);
-    if (curve == CapCurve::kQuintic) y.softmax.exponentiate_in_place(exponents.quintic, x.s);
-    if (curve == CapCurve::kNonic) y.softmax.exponentiate_in_place(exponents.nonic, x.s);
-  }
-
-  // Steps 2 to 4 of a block with a soft cap, whose S is here.
   // PERF: the wait for P V first and the sums of P tested instead of S: d128 1.43 times the plain kernel's time, not 1.17.
   template <bool kMasked>
   __device__ __forceinline__ void finish_capped(Scores& x, Output& y, const KeyBlock& block, const Rows& rows,
                                                 const Kept& kept) {
+    const attn::CapExponents& exponents = params.cap_exponents;
+    // PERF: early, d128 with the cubic exponent 1.115, late 1.175 times the plain kernel's time; with the quintic one 1.21 and
+    // 1.185. At d64 early is 2 to 5 % faster with each.
+    constexpr bool kAllEarly = Config::kHeadDim <= 64;
     int32_t size[2];
     y.softmax.largest(x.s, size);
-    const CapCurve curve = kMasked ? CapCurve::kAny : cap_curve(y.softmax, size);
-    // Ahead of the wait for P V.
-    // PERF: d128 with the cubic exponent 1.115, behind it 1.175 times the plain kernel's time; with the quintic one 1.21 and
-    // 1.185. At d64 ahead is 2 to 5 % faster with each.
-    const bool early = curve == CapCurve::kCubic || (Config::kHeadDim <= 64 && curve != CapCurve::kAny);
-    if (early) {
-      exponentiate_by(curve, x, y);
-      sm90::pin_registers(x.s);
+    if constexpr (!kMasked) {
+      const bool grows = size[0] >= y.softmax.limit[0] || size[1] >= y.softmax.limit[1];
+      const bool past_cubic = max_of(size[0], size[1]) >= __float_as_int(exponents.cubic.end);
+      if (!__any_sync(~0u, grows || past_cubic)) return finish_by<2, true>(x, y, exponents.cubic, kept);
+      if (!__any_sync(~0u, grows) && all_below(size, exponents.nonic.end)) {
+        if (all_below(size, exponents.quintic.end)) return finish_by<3, kAllEarly>(x, y, exponents.quintic, kept);
+        return finish_by<4, kAllEarly>(x, y, exponents.nonic, kept);
+      }
     }
-    sm90::wgmma_wait_behind(!early);
-    sm90::pin_registers(y.o);
-    release_v();
-    ++key_blocks;
-    if (curve == CapCurve::kAny) {
-      float factor[2];
-      attend_capped(x, y, block, rows, kept, size, kMasked, factor);
-      attn::scale_rows(y.o, factor);
-      return;
-    }
-    if (!early) exponentiate_by(curve, x, y);
-    y.softmax.template pack<Element>(x.s, y.p, kept);
+    // NOTE: first, because the registers of P are wanted.
+    end_output<0>(y);
+    float factor[2];
+    attend_capped(x, y, block, rows, kept, size, kMasked, factor);
+    attn::scale_rows(y.o, factor);
   }
 
   // The first key block, whose S is here: softmax, P. O is still empty.

@@ -51,9 +51,9 @@ KNOWN = {
     ),
 }
 
-# Calls by how their kernels' warps wait for wgmma. PTX asks the four of a warpgroup for one and the same wgmma.wait_group,
-# and synccheck ends a kernel where they are not. With a soft cap they are not: sm90::wgmma_wait_in_branch says why. So
-# these calls have processes of their own, without that check.
+# Calls by how their kernels' warps wait for wgmma. PTX asks the four of a warpgroup for one and the same
+# wgmma.wait_group, and synccheck ends a kernel where they wait at several. With a soft cap they do:
+# sm90::wgmma_wait_in_branch says why. So these calls have processes of their own, without that check.
 WAITS = {"at one place": r"^(?!fwd_\w*_softcap_d\d)", "in branches": r"^fwd_\w*_softcap_d\d"}
 
 

@@ -239,9 +239,9 @@ def test_alibi_adds_nothing_to_the_elements_of_a_full_block(forward: list[Functi
 
 @pytest.mark.parametrize("name", BY_WGMMA)
 def test_warps_wait_for_wgmma_at_one_place(families: dict[str, Family], name: str) -> None:
-    """PTX asks all warps of a warpgroup for one and the same wgmma.wait_group. So none stands where a warp may come by a
-    test of its own, in either branch of it: a wait, a jump over another one, that one. Not with a soft cap (Score's first
-    argument): sm90::wgmma_wait_in_branch.
+    """PTX asks all warps of a warpgroup for one and the same wgmma.wait_group. So none stands where a warp may come by
+    a test of its own, in either branch of it: a wait, a jump over another one, that one. Not with a soft cap (Score's
+    first argument): sm90::wgmma_wait_in_branch.
     """
     for function in families[name].functions:
         if "ScoreILb1ELb0E" in function.name:

@@ -256,14 +256,14 @@ def test_warps_wait_for_wgmma_at_one_place(families: dict[str, Family], name: st
 @pytest.mark.parametrize(
     "kernel", [x for x in KERNELS if x["alibi"] or not x["softcap"]], ids=lambda kernel: kernel["name"]
 )
-def test_the_wait_for_values_stays_behind_the_test(forward: list[Function], kernel: dict) -> None:
-    """In the loop over full key blocks P V is waited for once, and not before the warps know whether a row outgrows its
-    reference: the maximum of S is what P V overlaps."""
+def test_the_wait_for_values_stays_behind_the_maximum(forward: list[Function], kernel: dict) -> None:
+    """In the loop over full key blocks P V is waited for once, and behind the maximum of S that says whether a row
+    outgrows its reference: P V overlaps it."""
     a_block = kernel["head_dim_bucket"] // 16 + kernel["block_kv"] // 16 + takes_places(kernel)
     loop = next(loop for loop in function_of(kernel, forward).loops() if sum("HGMMA" in x for x in loop) == a_block)
     waits = [at for at, text in enumerate(loop) if text.startswith("WARPGROUP.DEPBAR")]
-    vote = next(at for at, text in enumerate(loop) if text.startswith("VOTE") and at > waits[0])
-    assert len(waits) == 2 and waits[1] > vote, f"waits at {waits}, the test at {vote} of {len(loop)}"
+    maximum = max(at for at, text in enumerate(loop) if text.startswith("VIMNMX"))
+    assert len(waits) == 2 and waits[1] > maximum, f"waits at {waits}, the maximum's end at {maximum} of {len(loop)}"
 
 
 @pytest.mark.parametrize("name", BY_WGMMA)

@@ -162,12 +162,9 @@ def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, op
             assert any(function.count(x) > 0 for x in opcode.split("|")), f"{function.name} has no {opcode}"
 
 
-@pytest.mark.parametrize(
-    "name", ["paged_decode_kernel", "cluster_decode_kernel", "attention_forward_kernel", "paged_attention_kernel"]
-)
-def test_what_ldmatrix_read_is_given_back_behind_a_fence(families: dict[str, Family], name: str) -> None:
-    """Without one an arrival does not wait for the last LDSM of a chunk of decode, or of the forward pass's Q, and what
-    comes next by TMA may be there first."""
+@pytest.mark.parametrize("name", ["paged_decode_kernel", "cluster_decode_kernel"])
+def test_chunks_are_given_back_behind_a_fence(families: dict[str, Family], name: str) -> None:
+    """Without one the arrival does not wait for a chunk's last LDSM, and the next chunk may come first."""
     for function in families[name].functions:
         fenced, arrivals = True, 0
         for address, text in function.code:
@@ -179,6 +176,24 @@ def test_what_ldmatrix_read_is_given_back_behind_a_fence(families: dict[str, Fam
                 assert fenced, f"{function.name} arrives at {address:#x} before its loads are done"
                 arrivals += 1
         assert arrivals > 0, function.name
+
+
+@pytest.mark.parametrize("name", ["attention_forward_kernel", "paged_attention_kernel"])
+def test_q_is_given_back_when_it_is_here(families: dict[str, Family], name: str) -> None:
+    """No arrival comes between an LDSM and the first look at what it brings; see sm90::wait_ldmatrix."""
+    loads = 0
+    for function in families[name].functions:
+        in_flight: list[set[int]] = []
+        for address, text in function.code:
+            if loaded := re.match(r"LDSM\S* R(\d+),", text):
+                in_flight.append({int(loaded[1]) + n for n in range(4)})
+                loads += 1
+                continue
+            looked_at = {int(n) for n in re.findall(r"\bR(\d+)\b", text)}
+            in_flight = [registers for registers in in_flight if not registers & looked_at]
+            if "SYNCS.ARRIVE" in text:
+                assert not in_flight, f"{function.name} arrives at {address:#x} before {in_flight} are here"
+    assert loads > 0
 
 
 def test_rows_by_index_and_by_tma(forward: list[Function]) -> None:

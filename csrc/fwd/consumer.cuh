@@ -127,9 +127,8 @@ struct Consumer {
       sm90::ldmatrix_x4(x.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
                                                               2 * k + sm90::Matrix16x16::half(lane())));
     }
-    // SYNC: ldmatrix reads through the generic proxy and the next Q is written through the other; and the arrival would not wait
-    // for what is read, but for the fence.
-    sm90::fence_async_proxy();
+    // SYNC: the arrival would not wait for what is read.
+    sm90::wait_ldmatrix(x.q);
     __syncwarp();
     release(shared.empty_q[stage]);
   }

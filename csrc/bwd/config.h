@@ -58,7 +58,7 @@ struct Config : Tiling<ElementType, ExtraType::kPacked, kHeadDimValue, kBlockQVa
   // PERF: at head dim 64 a step's pieces of dQ leave together in the plain kernel too: piece by piece a call takes 6 to 11 %
   // longer, by the order in which the compiler puts the instructions then.
   static constexpr bool kHoldsPieces = kHeadDimValue == 64 && !ExtraType::kDropout;
-  // setmaxnreg. Where dQ leaves from registers, all of a step's are held there.
+  // setmaxnreg. dQ takes more where it leaves from registers.
   static constexpr int32_t kRegistersProducer = kStagings > 0 ? 72 : 88;
   static constexpr int32_t kRegistersConsumer = kStagings > 0 ? 216 : 208;
   static constexpr int32_t kConsumerWarpgroups = 2;

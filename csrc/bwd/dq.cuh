@@ -173,9 +173,9 @@ struct DqWarpgroup {
     sm90::load_tile<typename S::KTile, sm90::kStridedRank>(shared.k, params.k, first_key, from, shared.full_kv);
     sm90::load_tile<typename S::KTile, sm90::kStridedRank>(shared.v, params.v, first_key, from, shared.full_kv);
     if constexpr (S::kClustered) {
-      sm90::load_tile<typename S::OtherTile, sm90::kStridedRank>(
-          shared.k + S::KTile::kBytes, params.k, tile_key + (rank() ^ 1u) * Config::kCtaKeys, from, shared.full_kv,
-          rank() * S::OtherTile::kColumns);
+      sm90::load_tile<typename S::OtherTile, sm90::kStridedRank>(shared.k + S::KTile::kBytes, params.k,
+                                                                 tile_key + (rank() ^ 1u) * Config::kCtaKeys, from,
+                                                                 shared.full_kv, rank() * S::OtherTile::kColumns);
     }
   }
 
@@ -327,8 +327,8 @@ struct DqWarpgroup {
 
   // Clusters: this CTA's columns of a step's dQ, added to the sum. They leave from registers: there is no shared memory for
   // them.
-  __device__ __forceinline__ void sum_columns(int64_t place, int32_t turn, [[maybe_unused]] int32_t seen, uint32_t buffer,
-                                              int32_t (&open)[Config::kTurns], int32_t& steps) {
+  __device__ __forceinline__ void sum_columns(int64_t place, int32_t turn, [[maybe_unused]] int32_t seen,
+                                              uint32_t buffer, int32_t (&open)[Config::kTurns], int32_t& steps) {
 #pragma unroll
     for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) {
       float dq[32];

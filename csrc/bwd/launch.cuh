@@ -68,8 +68,8 @@ Layout make_layout(const BackwardParams& b) {
   layout.two_runs = mask::Composite::make_params(p).two_runs;
   layout.firsts = take(layout.two_runs ? layout.plans * padded_rows : 0, sizeof(mask::Interval));
   layout.positions = take(p.alibi_slopes != nullptr ? layout.plans * padded_rows : 0, sizeof(int32_t));
-  layout.suspects = take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8 * Config::kCluster,
-                         sizeof(int32_t));
+  layout.suspects =
+      take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8 * Config::kCluster, sizeof(int32_t));
   layout.turns = take(b.deterministic ? layout.sequences * layout.q_tiles * 4 * Config::kCluster : 0, sizeof(int32_t));
   layout.packs = Config::kPacked;
   const size_t ordered = size_t{1} * layout.orders * layout.key_tiles;
@@ -211,7 +211,8 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
 }
 
 template <class Kernel, class... Args>
-void launch_behind(Kernel kernel, int64_t ctas, int cluster, int threads, size_t shared_bytes, cudaStream_t stream, Args... args) {
+void launch_behind(Kernel kernel, int64_t ctas, int cluster, int threads, size_t shared_bytes, cudaStream_t stream,
+                   Args... args) {
   FLASHMSA_CHECK_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
   // The kernel's launch and prologue overlap the one before (programmatic dependent launch).
@@ -254,8 +255,8 @@ void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
   const int64_t key_tiles = params.order.count();
   const auto kernel = main_kernel<Config>(b.deterministic);
-  launch_behind(kernel, key_tiles * Config::kCluster, Config::kCluster, Config::kThreads, sizeof(Shared<Config>), stream,
-                params);
+  launch_behind(kernel, key_tiles * Config::kCluster, Config::kCluster, Config::kThreads, sizeof(Shared<Config>),
+                stream, params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
   postprocess_kernel<typename Config::Tiles>
       <<<static_cast<unsigned>(max_of(blocks, 2 * key_tiles)), kPostprocessThreads, 0, stream>>>(

@@ -51,12 +51,8 @@ struct Pairs {
     return (Config::kSplit == Split::kByKeys ? warp - 4 : warp % 4) * sm90::kWarpRows;
   }
   // The same within the key tile, and of all keys.
-  __device__ __forceinline__ uint32_t tile_key() const {
-    return warp_key() + rank_of_cta<Config>() * Config::kCtaKeys;
-  }
-  __device__ __forceinline__ int32_t first_key() const {
-    return shared.key_tile.tile * Config::kBlockKv + tile_key();
-  }
+  __device__ __forceinline__ uint32_t tile_key() const { return warp_key() + rank_of_cta<Config>() * Config::kCtaKeys; }
+  __device__ __forceinline__ int32_t first_key() const { return shared.key_tile.tile * Config::kBlockKv + tile_key(); }
   __device__ __forceinline__ void release(sm90::Barrier& barrier) {
     if (lane() == 0) barrier.arrive();
   }

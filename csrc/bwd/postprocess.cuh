@@ -155,8 +155,7 @@ struct Postprocess {
       own = own_keys_of(params, tile);
       end = own.end_key;
     }
-    const int32_t first =
-        first_key_of<Tiles>(tile, own) + keys % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
+    const int32_t first = first_key_of<Tiles>(tile, own) + keys % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
     for (int32_t i = 0; i < sm90::kWarpRows && first + i < end; ++i) redo_key(tile, own, first + i);
   }
 

@@ -64,7 +64,8 @@ __device__ __forceinline__ void load_tile_share(void* shared, const TensorMap& t
     const int32_t group = rank * (Tile::kGroups / kCtas) + i;
     char* target = static_cast<char*>(shared) + group * Tile::kGroupBytes;
     const int32_t coordinates[kRank] = {group * kSwizzleColumns, row, from.residue, head, batch};
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, target, &tensor.map, coordinates, &full.word, kAll);
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, target, &tensor.map, coordinates, &full.word,
+                              kAll);
   }
 }
 

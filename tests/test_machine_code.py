@@ -163,8 +163,8 @@ def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, op
 
 
 def test_backward_clusters(families: dict[str, Family]) -> None:
-    """At head dim 256 a CTA loads half of each query tile, to both of its cluster, sends dS to the other's shared memory
-    (UBLKCP.S.S) and adds dQ from registers. Nobody else is in a cluster, and adds dQ by bulk copies."""
+    """At head dim 256 a CTA loads half of each query tile, to both of its cluster, sends dS to the other
+    (UBLKCP.S.S), and adds dQ from registers. Nobody else is in a cluster, and adds dQ by bulk copies."""
     for function in families["attention_backward_kernel"].functions:
         clustered = "Li256E" in function.name
         code = [text for _, text in function.code]

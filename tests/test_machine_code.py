@@ -143,14 +143,14 @@ def test_only_sm_90a() -> None:
     assert set(re.findall(r"arch = (\S+)", cuobjdump("-lelf") + cuobjdump("-res-usage"))) == {"sm_90a"}
 
 
-# wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG and UBLKRED add to memory.
+# wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG, UBLKRED and REDG add to memory.
 # Decode's few rows are mma.sync's (HMMA); its small pages, and the forward pass's rows by index, cp.async's (LDGSTS).
 # CTAs of a cluster send their parts to each other by stores that count on a barrier there (STAS).
 @pytest.mark.parametrize(
     "name, opcodes",
     [
         ("attention_forward_kernel", ("HGMMA", "UTMALDG|LDGSTS", "UTMASTG|LDGSTS")),
-        ("attention_backward_kernel", ("HGMMA", "UTMALDG", "UTMASTG", "UBLKRED|UTMAREDG")),
+        ("attention_backward_kernel", ("HGMMA", "UTMALDG", "UTMASTG", "UBLKRED|UTMAREDG|REDG")),
         ("paged_attention_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
         ("paged_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS")),
         ("cluster_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS", "UCGABAR_WAIT", "STAS")),
@@ -160,6 +160,19 @@ def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, op
     for function in families[name].functions:
         for opcode in opcodes:
             assert any(function.count(x) > 0 for x in opcode.split("|")), f"{function.name} has no {opcode}"
+
+
+def test_backward_clusters(families: dict[str, Family]) -> None:
+    """At head dim 256 a CTA loads half of each query tile, to both of its cluster, sends dS to the other's shared memory
+    (UBLKCP.S.S) and adds dQ from registers. Nobody else is in a cluster, and adds dQ by bulk copies."""
+    for function in families["attention_backward_kernel"].functions:
+        clustered = "Li256E" in function.name
+        code = [text for _, text in function.code]
+        assert any("UTMALDG" in text and "MULTICAST" in text for text in code) == clustered, function.name
+        assert any("UBLKCP.S.S" in text for text in code) == clustered, function.name
+        assert any("UCGABAR_WAIT" in text for text in code) == clustered, function.name
+        assert any("REDG" in text and "F32" in text for text in code) == clustered, function.name
+        assert (function.count("UBLKRED") > 0) == (not clustered), function.name
 
 
 @pytest.mark.parametrize("name", ["paged_decode_kernel", "cluster_decode_kernel"])

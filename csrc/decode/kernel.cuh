@@ -4,7 +4,8 @@
 //             16; each warp has one tile and, with the others of that tile, deals out the chunks of keys.
 // Shared      a ring of tiles of K and V, a chunk for each warp; O, references and sums of the warps: shared.cuh.
 // Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk; in a
-//             cluster pushed_full (bytes of the parts that other CTAs send) and the named ones kBegun and kAttended: merge.cuh.
+//             cluster pushed_full (bytes of the parts that other CTAs send). Named ones: kBegun (all threads: barriers, rows, table),
+//             kAttended (those that attend, in a cluster all: the warps' rows): merge.cuh.
 // Schedule    0. find the CTA's share from the lengths
 //             1. a part: queries to registers, the rows' keys to shared memory
 //             2. a chunk: wait K, S = Q K^T, softmax, wait V, O += P V

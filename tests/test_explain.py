@@ -435,6 +435,41 @@ def test_few_queries_are_run_by_decode_kernels(mask: Mask | None, dtype: torch.d
     assert slopes.kernel.startswith("fwd_" if from_start else "decode_")
 
 
+FEW_ROWS = [
+    # dim, batch, heads, len_q, whether small tiles run: of 64 rows, all at a time, 3 an SM at 64 and 2 at 128
+    (64, 1, 32, 512, True),
+    (64, 8, 32, 64, True),
+    (64, 1, 99, 256, True),
+    (64, 1, 100, 256, False),
+    (64, 16, 32, 64, False),
+    (128, 1, 16, 512, True),
+    (128, 8, 16, 128, True),
+    (128, 2, 16, 529, False),
+    (128, 16, 16, 128, False),
+    (96, 1, 1, 64, False),
+    (256, 1, 1, 64, False),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, Causal(), Causal(align="top-left")], ids=repr)
+@pytest.mark.parametrize(("dim", "batch", "heads", "length", "small"), FEW_ROWS)
+def test_few_rows_have_small_tiles(
+    dim: int, batch: int, heads: int, length: int, small: bool, mask: Mask | None, dtype: torch.dtype
+) -> None:
+    """As csrc/fwd/few_rows.h has it: where all small tiles run at a time, under masks without a plan or options."""
+    q, k, v = make(batch, (heads, heads), length, length, dim, dtype=dtype)
+    got = explain(q, k, v, mask, backend="sm90")
+    kind = "dense" if mask is None else "causal"
+    assert got.kernel.startswith(f"fwd_{kind}{'_small' if small else ''}_d{dim}_")
+    assert got.tile[0] == 64 if small else got.tile[0] > 64
+    assert any("small ones" in note for note in got.notes) == small
+    for options in ({"softcap": 2.0}, {"alibi_slopes": torch.ones(heads)}):
+        assert "_small_" not in explain(q, k, v, mask, backend="sm90", **options).kernel
+    assert "_small_" not in explain(q, k, v, Document([0, 5, length]), backend="sm90").kernel
+
+
 @needs_kernels
 def test_few_queries_under_other_masks_are_not() -> None:
     q, k, v = make(len_q=4, len_kv=1024, dtype=torch.bfloat16)

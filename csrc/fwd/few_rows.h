@@ -15,13 +15,18 @@ struct SmallTiles {
   constexpr int64_t slots() const { return kSms * ctas_per_sm; }
 };
 
-// PERF: fitted to calls of 64 … 4096 rows and 1 … 256 slices at head dims 64 and 128: benchmarks/NOTES.md. Where all small tiles run
-// at a time they take 0.6 … 0.9 of the time; beyond that keys are read once too often.
-// NOTE: batch 0: a call whose shape is not known has the larger tiles.
-constexpr bool has_few_rows(const AttentionParams& p, SmallTiles small) {
-  if (p.mask.kind != MaskKind::kDense && p.mask.kind != MaskKind::kCausal) return false;
+// Whether a call has small tiles instead of those of `block_q` rows.
+// PERF: of 80 calls of 64 … 4096 rows and 1 … 1024 slices the rule is wrong in five, by 2 % (graphs; benchmarks/NOTES.md).
+// NOTE: a call whose shape is not known, of batch 0, has the larger ones.
+constexpr bool has_few_rows(const AttentionParams& p, SmallTiles small, int32_t block_q) {
+  const bool causal = p.mask.kind == MaskKind::kCausal;
+  if (!causal && p.mask.kind != MaskKind::kDense) return false;
   const int64_t tiles = int64_t{p.batch} * p.heads_q * ceil_div(p.len_q, small.block_q);
-  return tiles > 0 && tiles <= small.slots();
+  if (tiles == 0) return false;
+  // All run at a time; or half of a larger tile and more would be empty.
+  if (tiles <= small.slots() || 2 * int64_t{p.len_q} <= block_q) return true;
+  // Under a causal mask most tiles of a long sequence end early, and others take their place.
+  return causal && p.len_q >= 8 * small.block_q && 3 * tiles <= 4 * small.slots();
 }
 
 }  // namespace flashmsa::fwd

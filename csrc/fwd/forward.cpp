@@ -63,7 +63,8 @@ const KernelEntry* find_of(MaskKind kind, const AttentionParams& params) {
     }
     const bool as_narrow = found != nullptr && entry.info.head_dim_bucket == found->info.head_dim_bucket &&
                            entry.info.head_dim_v_bucket == found->info.head_dim_v_bucket;
-    if (as_narrow && has_few_rows(params, {entry.info.block_q, entry.info.ctas_per_sm})) return &entry;
+    if (as_narrow && has_few_rows(params, {entry.info.block_q, entry.info.ctas_per_sm}, found->info.block_q))
+      return &entry;
   }
   return found;
 }

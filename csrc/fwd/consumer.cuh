@@ -546,9 +546,9 @@ struct Consumer {
   }
 
   // Two warpgroups that begin a CTA together would stay in step for four blocks, with the tensor core idle during both
-  // softmaxes. So the first one's first S waits for the second's, once a CTA; under a causal mask the second begins sooner.
-  // PERF: d128 1x1024 18.5 -> 16.4 us. With four warpgroups (d64) dense calls gain 1 %; the other way round causal ones lose
-  // 4 … 8 % there, at d256 2 … 12 %.
+  // softmaxes. So the first one's first S waits for the second's, once a CTA: under a causal mask it has the later keys.
+  // PERF: d128 1x1024 18.5 -> 16.4 us. The other way round causal calls lose 2 … 12 % at d256. With four warpgroups dense
+  // calls gain 1 % and, that way round, causal ones lose 4 … 8 %: left out.
   static constexpr bool kTakesTurns = kKnowsFirstTile<Mask> && Config::kConsumerWarpgroups == 2;
   static constexpr uint32_t kTurnBarrier = 4;
 

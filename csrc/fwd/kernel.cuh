@@ -1,11 +1,13 @@
-// The forward pass on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V, one persistent CTA an SM.
+// The forward pass on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V; persistent CTAs, one an SM, or several
+// small ones.
 //
 // Roles       warpgroup 0, few registers: a producer thread (TMA; for rows by index three warps, indexed.cuh) and a
 //             scheduler thread in a warp of its own; warpgroups 1 …: consumers, 64 rows of the tile each.
 // Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, work slots: shared.cuh. With ALiBi up to
 //             head dim 128 the operands of one more k-step of S: attn/places.cuh.
 // Barriers    full_* (TMA bytes) and empty_* (one arrival a consumer warp) for Q, K, V; full_work / empty_work for tiles.
-// Schedule    0. scheduler: take a tile number, decode it, publish it
+// Schedule    0. scheduler: take a tile number, decode it, publish it; where no plan is needed the first one beside the making
+//                of barriers, while the producer already asks for its Q and K(0)
 //             1. producer: load Q, K(0), K(1), V(0), K(2), V(1), …
 //             2. consumers: S(0), P(0); then per key block S(i) and O += P(i-1) V(i-1) overlapped; the last P V
 //             3. consumers: O / l to shared memory, TMA store; lse
@@ -43,8 +45,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       sm90::prefetch_map(params.out);
     }
     shared.init_barriers();
-    // PERF: ahead of the block's barrier, and the tile's number decoded in part: 0.8 us of a call sooner.
-    // SYNC: what lies in q and k was there before any kernel that this one may have overtaken began.
+    // PERF: ahead of the block's barrier: the first S of a CTA comes 1300 cycles sooner.
+    // SYNC: no kernel that this one may have overtaken writes q or k: the one that does is sched::reset_counter_kernel.
     if constexpr (kLoadsFirst) load_first(params, shared);
   }
   if constexpr (kPlaces) {

@@ -239,8 +239,8 @@ __device__ __forceinline__ void load_first(const KernelParams<Mask>& params, Sha
                                      shared.full_k[0]);
 }
 
-// The thread that loads. kLoadsFirst: load_first() has been called. kKeyBlocks: it tells the consumers each key block's place. kPlaces: key blocks come in an order of
-// their own.
+// The thread that loads. kKeyBlocks: it tells the consumers each key block's place. kPlaces: key blocks come in an order of
+// their own. kLoadsFirst: load_first() has been called.
 template <class Mask, class Config, bool kKeyBlocks, bool kPlaces, bool kLoadsFirst>
 struct Producer {
   using S = Shared<Mask, Config>;

@@ -17,7 +17,8 @@ inline constexpr int64_t kGroupBytes = int64_t{32} << 20;
 // PERF: 10 % of the blocks of 1x16384, d128, groups of 2 (16 MB) are 1 to 2 % faster than of 4, of 1 as fast, of 8 3 % slower.
 inline constexpr int64_t kListedGroupBytes = int64_t{16} << 20;
 
-// Division by a number that the host knows, of 0 <= n < 2^31: floor(n m / 2^(31 + s)) with s = ceil(log2 d), m = ceil(2^(31 + s) / d).
+// Division by a number that the host knows, of 0 <= n < 2^31: n / d = floor(n m / 2^(31 + s)), with s = ceil(log2 d) and
+// m = ceil(2^(31 + s) / d).
 // PERF: a division is 35 instructions, and those that run once come from memory.
 struct Divisor {
   uint32_t multiplier;

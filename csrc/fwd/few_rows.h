@@ -22,7 +22,7 @@ struct SmallTiles {
 constexpr bool has_few_rows(const AttentionParams& p, SmallTiles small, int32_t block_q) {
   const bool causal = p.mask.kind == MaskKind::kCausal;
   if (!causal && p.mask.kind != MaskKind::kDense) return false;
-  const int64_t tiles = int64_t{p.batch} * p.heads_q * ceil_div(p.len_q, small.block_q);
+  const int64_t tiles = int64_t{p.batch} * p.heads_q * ceil_div<int64_t>(p.len_q, small.block_q);
   if (tiles == 0) return false;
   // All run at a time; or half of a larger tile and more would be empty.
   if (tiles <= small.slots() || 2 * int64_t{p.len_q} <= block_q) return true;

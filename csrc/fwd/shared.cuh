@@ -34,6 +34,10 @@ inline constexpr int kLoaders = kPaged<Mask> || kIndexed<Mask> ? 3 : 1;
 template <class Mask>
 inline constexpr uint32_t kFullArrivals = kIndexed<Mask> ? kLoaders<Mask> * 32 : 1;
 
+// Whether a CTA's first tile needs nothing that a kernel ahead of this one makes.
+template <class Mask>
+inline constexpr bool kKnowsFirstTile = !Mask::kPlanned && !kIndexed<Mask> && !kPaged<Mask>;
+
 template <class Mask>
 struct KernelParams {
   sm90::TensorMap q, k, v, out;
@@ -58,6 +62,8 @@ struct KernelParams {
   float largest_place_slope;           // kPlaceStep: of slopes in units of S that it takes
   float largest_gentle_slope;          // kPlaceStep: see attn::kGentlePenalty
   attn::CapExponents cap_exponents;    // kCapInExponent
+  sched::OrderDivisors order_divisors;  // kKnowsFirstTile
+  sched::Divisor by_heads_q, by_q_heads_per_kv_head;
 };
 
 using sched::Span;  // of a warpgroup's 64 rows

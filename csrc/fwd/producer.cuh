@@ -11,10 +11,11 @@ template <class Mask, class Config>
 __device__ __forceinline__ Span span_of(const KernelParams<Mask>& params, const TileWork<Mask, Config>& work,
                                         int32_t first_row) {
   const int32_t count = work.entry.tiles.count();
-  if (first_row >= params.len_q) return {count, 0, 0};
+  const int32_t end_row = work.end_row(params);
+  if (first_row >= end_row) return {count, 0, 0};
   // PERF: looking for each warpgroup's own part of a list costs more than the blocks that it would skip.
   if (Mask::kListed || work.entry.tiles.partial_count() == 0) return {0, count, 0};
-  const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, params.len_q) - 1;
+  const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, end_row) - 1;
   if constexpr (Mask::kSpansPlanned) {
     // Without a plan there are no documents.
     return sched::span_of(work.entry.tiles, Mask::tiles_without_documents(params.mask, work.entry.block, first_row,
@@ -66,13 +67,13 @@ __device__ __forceinline__ void decode_indexed(const KernelParams<Mask>& params,
 
 // Which rows, head and keys tile number `tile` of the grid stands for. Past the last: row_block < 0.
 template <class Mask, class Config>
-__device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, int32_t tile,
-                                            TileWork<Mask, Config>& work) {
-  if (tile >= params.order.count()) {
+__device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, const sched::TileOrder& order,
+                                            int32_t tile, TileWork<Mask, Config>& work) {
+  if (tile >= order.count()) {
     work.entry.row_block = -1;
     return;
   }
-  const sched::TileIndex index = params.order.decode(tile);
+  const sched::TileIndex index = order.decode(tile);
   const int32_t sequence = index.slice / params.heads_q;  // over batches and residues
   work.head = index.slice % params.heads_q;
   work.kv_head = work.head / params.q_heads_per_kv_head;
@@ -85,13 +86,13 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
     }
   }
   if (Mask::kPlanned && params.plan != nullptr) {
-    const int64_t at = Mask::kListed ? int64_t{index.slice} * params.order.row_blocks + index.row_rank : index.row_rank;
+    const int64_t at = Mask::kListed ? int64_t{index.slice} * order.row_blocks + index.row_rank : index.row_rank;
     copy_entry<Mask>(params.plan[at], work.entry);
     if constexpr (Mask::kPlanned && !Mask::kListed) work.batch += work.entry.block.batch;
     if constexpr (Mask::kSpansPlanned) return;
   } else {
     // Bottom-up: under a causal mask the last rows are the longest.
-    work.entry.row_block = params.order.row_blocks - 1 - index.row_rank;
+    work.entry.row_block = order.row_blocks - 1 - index.row_rank;
     const int32_t first_row = work.entry.row_block * Config::kBlockQ;
     if constexpr (kIndexed<Mask>) return decode_indexed<Mask, Config>(params, first_row, work);
     const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
@@ -108,8 +109,7 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
   asm volatile("" ::: "memory");
 #pragma unroll 1
   for (int32_t w = 0; w < Config::kConsumerWarpgroups; ++w) {
-    work.set_span(
-        w, span_of<Mask, Config>(params, work, work.entry.row_block * Config::kBlockQ + w * sm90::kWarpgroupRows));
+    work.set_span(w, span_of<Mask, Config>(params, work, work.first_row() + w * sm90::kWarpgroupRows));
   }
 }
 
@@ -156,23 +156,26 @@ struct Scheduler {
   S& shared;
 
   // The number of the next tile: any CTA that gets there first takes it.
-  __device__ __forceinline__ int32_t next_tile() {
-    return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : params.order.count();
+  __device__ __forceinline__ int32_t next_tile(const sched::TileOrder& order) {
+    return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : order.count();
   }
 
   // on_tile(work, slot): what else a tile needs before it is published.
   template <class OnTile>
   __device__ __forceinline__ void run(const OnTile& on_tile) {
+    std::conditional_t<sched::kOwnRows<Mask>, sched::TileOrder, const sched::TileOrder&> order = params.order;
+    // NOTE: not more than there is room for, whatever another stream does to the workspace.
+    if constexpr (sched::kOwnRows<Mask>) order.row_blocks = min_of(order.row_blocks, *params.planned.row_blocks);
     int32_t tile = blockIdx.x;
     for (uint32_t round = 0;; ++round) {
       const uint32_t slot = S::WorkRing::stage(round);
       shared.empty_work[slot].wait(S::WorkRing::empty_parity(round));
-      decode_tile<Mask, Config>(params, tile, shared.work[slot]);
+      decode_tile<Mask, Config>(params, order, tile, shared.work[slot]);
       on_tile(shared.work[slot], slot);
       shared.full_work[slot].arrive();
-      if (tile >= params.order.count()) break;
+      if (tile >= order.count()) break;
       shared.begun[slot].wait_idly(S::WorkRing::full_parity(round));
-      tile = next_tile();
+      tile = next_tile(order);
     }
   }
 };
@@ -204,8 +207,8 @@ struct Producer {
     const uint32_t stage = S::QRing::stage(round);
     shared.empty_q[stage].wait(S::QRing::empty_parity(round));
     shared.full_q[stage].arrive_expect(S::QTile::kBytes);
-    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(
-        shared.q[stage], params.q, tile.entry.row_block * Config::kBlockQ, tile.queries(), shared.full_q[stage]);
+    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(shared.q[stage], params.q, tile.first_row(), tile.queries(),
+                                                       shared.full_q[stage]);
   }
 
   // The key block of a step.

@@ -17,6 +17,11 @@ _HALF = CELL // 2
 _WORD = 32
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether there is anything to read: not on the meta device, nor in a tensor that stands for one in a trace."""
+    return x.device.type != "meta" and type(x).__name__ != "FakeTensor"
+
+
 def bucket_sort(bucket: Tensor) -> Tensor:
     """The stable order that sorts each row of ``bucket`` int32 (B, H, S); int32 (B, H, S)."""
     if _is_compiled("bucket_sort", bucket.device):
@@ -52,7 +57,8 @@ def block_list(
 
     blocks         bool (B, H, ceil(len_q / block_q), ceil(len_kv / block_kv)); blocks are multiples of 64
     bits_mask      bool (B, H, len_q, len_kv): a set block allows those pairs alone
-    capacity       entries of the list; -1: as many as there are, which waits for the device
+    capacity       entries of the list; -1: as many as there are, which waits for the device; where nothing can be
+                   counted, in a trace and on the meta device, as many as there may be
     tile_capacity  mixed cells with bits; -1 likewise
 
     row_start    int32 (B, H, rows + 1): where the entries of a row of cells begin; offsets count over everything
@@ -62,6 +68,9 @@ def block_list(
                  a bit 2 a + b for each 64-row half a and 64-key half b that is set
     bits         int32 (tiles, 128, 4): bit k of word w of a row is key 32 w + k; (0, 128, 4) without bits_mask
     """
+    if torch.compiler.is_compiling() or not has_values(blocks):
+        most = max(blocks.shape[0] * blocks.shape[1] * -(-len_q // CELL) * -(-len_kv // CELL), 1)
+        capacity, tile_capacity = (most if x < 0 else x for x in (capacity, tile_capacity))
     arguments = (blocks, block_q, block_kv, len_q, len_kv, bits_mask, capacity, tile_capacity)
     if _is_compiled("block_list", blocks.device):
         return torch.ops.flashmsa.block_list(*arguments)

@@ -182,12 +182,14 @@ def append_kv(
     """Writes new tokens behind those that are cached, in one kernel; k turned by a rotary embedding on its way.
 
     k_pages, v_pages, block_table   as in ``paged_attention``; written to. Any page_size. Where two sequences append to
-                one place of a shared page it holds either's token: copy such a page before
+                one place of a shared page it holds either's token: copy such a page before. Expanded ones raise; new
+                tokens may lie in them, and are read as they were before
     kv_lens     int32 (B,): the lengths before. They stay: add the new tokens yourself
     k_new       (B, Hkv, n, D), v_new (B, Hkv, n, Dv); or packed (T, Hkv, D), (T, Hkv, Dv) with ``cu_seqlens``
     rope        None, or (cos, sin) or (cos, sin, interleaved), or an object with these attributes: tables (positions,
-                rotary_dim / 2), float32 or of k's dtype, row p for position p in the sequence. Of the first rotary_dim
-                columns, pairs (i, i + rotary_dim / 2), interleaved (2i, 2i + 1), become (x cos - y sin, y cos + x sin)
+                rotary_dim / 2), float32 or of k's dtype, row p for position p in the sequence, the last row for those
+                past it. Of the first rotary_dim columns, pairs (i, i + rotary_dim / 2), interleaved (2i, 2i + 1),
+                become (x cos - y sin, y cos + x sin)
     cu_seqlens  int32 (B + 1,): the rows of a packed k_new and v_new that belong to each sequence
 
     Tokens beyond the table, or on a page that does not exist, are dropped; ``flashmsa.check(True)`` raises for them.

@@ -81,8 +81,11 @@ def append(
     any_kept = kept.any()
     page = torch.where(any_kept, page[source], 0)
     slot = torch.where(any_kept, (position % page_size)[source], 0)
-    for cache, new in ((k_pages, k_new), (v_pages, v_new)):
-        cache[page, slot] = torch.where(any_kept, new[source], cache[0, 0])
+    # NOTE: all is read before any is written, because the new tokens may lie in the caches.
+    both = ((k_pages, k_new), (v_pages, v_new))
+    rows = [torch.where(any_kept, new[source], cache[0, 0]) for cache, new in both]
+    for (cache, _), row in zip(both, rows, strict=True):
+        cache[page, slot] = row
 
 
 def rotate(k: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:

@@ -277,6 +277,27 @@ def test_query_pages_and_options(target: Target, name: str, dim: int) -> None:
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_lists_of_no_page(target: Target, is_packed: bool) -> None:
+    """Lists without any room list nothing; they are no missing lists."""
+    cache = make_cache(target, [60, 37], 16, 2, 64)
+    sinks = torch.randn(4, device=target.device)
+    for len_q in (1, 5, 140):
+        q = queries(target, 2, 4, len_q, 64)
+        blocks = -(-len_q // 128)
+        options: dict = {}
+        if is_packed:
+            q, cuts = packed(target, [len_q, len_q], 4, 64)
+            options = {"cu_seqlens_q": cuts, "max_seqlen_q": len_q}
+        lists = torch.zeros(2, blocks, 0, dtype=torch.int32, device=target.device)
+        call = {"query_pages": lists, "return_lse": True, "backend": target.backend, **options}
+        for with_sinks in (False, True):
+            out, lse = flashmsa.paged_attention(q, *cache.arguments(), sinks=sinks if with_sinks else None, **call)
+            expected = sinks[:, None].expand_as(lse) if with_sinks else torch.full_like(lse, float("-inf"))
+            assert not out.count_nonzero() and torch.equal(lse, expected), (len_q, with_sinks)
+
+
+@EVERYWHERE
 def test_query_pages_of_few_and_packed_queries(target: Target) -> None:
     page_size, lens = 16, [300, 170]
     cache = make_cache(target, lens, page_size, 2, 64)
@@ -568,6 +589,38 @@ def test_append(target: Target, rope: str, is_packed: bool) -> None:
         error = (k_pages.double() - expected_k).nan_to_num()
         assert torch.equal(k_pages.isnan(), expected_k.isnan())
         assert (error.abs() <= unit * 1.5 * k_new.double().abs().max()).all()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("from_values", [False, True], ids=["from k_pages", "from v_pages"])
+def test_appended_tokens_may_lie_in_the_caches(target: Target, from_values: bool) -> None:
+    """A sequence's beginning behind another one: places that are read are written by the same call."""
+    k_pages, v_pages = (torch.randn(8, 16, 2, 64).to(target.dtype).to(target.device) for _ in "kv")
+    table = torch.arange(8, dtype=torch.int32, device=target.device).view(2, 4)
+    before = torch.tensor([10, 3], dtype=torch.int32, device=target.device)
+    k_new, v_new = (
+        x[:4].flatten(0, 1)[None].expand(2, -1, -1, -1).transpose(1, 2)[:, :, :20] for x in (k_pages, v_pages)
+    )
+    if from_values:
+        k_new, v_new = v_new, k_new
+    expected = k_pages.clone(), v_pages.clone()
+    flashmsa.append_kv(*expected, table, before, k_new.clone(), v_new.clone(), backend=target.backend)
+    flashmsa.append_kv(k_pages, v_pages, table, before, k_new, v_new, backend=target.backend)
+    assert torch.equal(k_pages, expected[0]) and torch.equal(v_pages, expected[1])
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", ["k_pages", "v_pages"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_caches_that_overlap_are_not_written(target: Target, name: str, dim: int) -> None:
+    caches = {n: torch.zeros(4, 16, 2, 64, dtype=target.dtype, device=target.device) for n in ("k_pages", "v_pages")}
+    table = torch.arange(4, dtype=torch.int32, device=target.device).view(2, 2)
+    lens = torch.zeros(2, dtype=torch.int32, device=target.device)
+    new = torch.ones(2, 2, 3, 64, dtype=target.dtype, device=target.device)
+    caches[name] = caches[name].narrow(dim, 0, 1).expand(4, 16, 2, 64)
+    with pytest.raises(ValueError, match=rf"{name}: strides .*overlap"):
+        flashmsa.append_kv(*caches.values(), table, lens, new, new, backend=target.backend)
+    assert not any(cache.count_nonzero() for cache in caches.values())
 
 
 @EVERYWHERE

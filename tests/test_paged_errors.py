@@ -141,6 +141,25 @@ def test_alignment_of_caches(call: Call) -> None:
     )
 
 
+@NATIVE_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pages_of_a_dtype_without_kernels(call: Call, dtype: torch.dtype) -> None:
+    """Moved by composed operators alone: no kernel is compiled for them."""
+    k, v, *where = list(call.arguments.values())[1:]
+    k, v = k.to(dtype), v.to(dtype)
+    before = k.clone()
+    new = torch.zeros(2, 2, 1, 64, dtype=dtype, device=k.device)
+    for move in (
+        lambda: flashmsa.append_kv(k, v, *where, new, new, backend="sm90"),
+        lambda: flashmsa.gather_pages(k, v, *where, backend="sm90"),
+    ):
+        with pytest.raises((NotImplementedError, TypeError), match=r"k_pages.*float(?s:.*)float16"):
+            move()
+    assert torch.equal(k.nan_to_num(), before.nan_to_num())
+    assert flashmsa.gather_pages(k, v, *where, backend="torch")[0].dtype == dtype
+
+
 @EVERYWHERE
 def test_masks(call: Call) -> None:
     device = call["q"].device

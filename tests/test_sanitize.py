@@ -11,7 +11,6 @@ import kernel_calls
 import pytest
 import sanitize
 from kernel_calls import Call
-from test_machine_code import TOOLS
 
 import flashmsa
 
@@ -83,7 +82,7 @@ ran: second\t0.25
 INVALID = """========= COMPUTE-SANITIZER
 ran: first\t0.5
 ========= Invalid __global__ read of size 4 bytes
-=========     at void flashmsa::append_kernel<float>(Params)+0x1a0
+=========     at void flashmsa::append_kernel<__half>(Params)+0x1a0
 =========     by thread (0,0,0) in block (0,0,0)
 ========= ERROR SUMMARY: 1 error
 """
@@ -136,7 +135,7 @@ def test_processes_are_stopped_behind_the_limit() -> None:
 
 def test_findings_are_told_once_with_their_place() -> None:
     ((line, count),) = findings_of(INVALID, INVALID).reports.items()
-    assert count == 2 and line.startswith("Invalid __global__ read") and "append_kernel<float>" in line
+    assert count == 2 and line.startswith("Invalid __global__ read") and "append_kernel<__half>" in line
     ((line, count),) = findings_of(HAZARD).reports.items()
     assert line.startswith("Error: Race reported") and "and Read access at flashmsa::fwd::kernel()+0x20" in line
 
@@ -155,10 +154,22 @@ def test_a_known_report_is_counted_and_others_are_not_taken_for_it(first: str, s
     assert not findings_of(report, INVALID).clean
 
 
-def test_synccheck_leaves_out_where_wgmma_is_waited_for_and_others_do_not() -> None:
-    assert "--check-warpgroup-mma" in sanitize.sanitizer_command("s", "synccheck")
-    for tool in ("memcheck", "racecheck"):
-        assert "--check-warpgroup-mma" not in sanitize.sanitizer_command("s", tool)
+def test_synccheck_leaves_a_check_out_where_warps_wait_in_branches() -> None:
+    left_out = ["--check-warpgroup-mma", "no"]
+    assert sanitize.sanitizer_command("s", "synccheck", "in branches")[-2:] == left_out
+    for tool, waits in (("synccheck", "at one place"), ("memcheck", None), ("racecheck", None)):
+        assert left_out[0] not in sanitize.sanitizer_command("s", tool, waits)
+
+
+@needs_kernels
+def test_every_call_waits_in_one_of_the_ways() -> None:
+    parts = [sanitize.chosen_calls(sanitize.parse(["--waits", waits])) for waits in sanitize.WAITS]
+    assert sorted(c.name for part in parts for c in part) == sorted(c.name for c in CALLS)
+    assert {c.kernel for c in parts[1]} == {
+        row["name"] for row in TABLES if row["name"].startswith("fwd") and row["softcap"] and not row["alibi"]
+    }
+    command = sanitize.child_command(sanitize.parse([]), 0, float("inf"), "in branches")
+    assert sanitize.parse(command[2:]).waits == "in branches"
 
 
 @pytest.fixture
@@ -198,14 +209,3 @@ def test_names_agree_whoever_prints_them() -> None:
     by_filt = "void flashmsa::hash::(anonymous namespace)::sort_kernel<(int)2, A<B> >(flashmsa::hash::Params)"
     by_profiler = "void flashmsa::hash::(anonymous namespace)::sort_kernel<(int)2, A<B>>(flashmsa::hash::Params)"
     assert sanitize.plain(by_filt) == sanitize.plain(by_profiler) != sanitize.plain(by_filt.replace("A<B>", "A<C>"))
-
-
-@needs_kernels
-@pytest.mark.skipif(TOOLS is None, reason="needs cuobjdump and nvdisasm (pip install 'flashmsa[test]')")
-def test_what_is_never_called_is_compiled() -> None:
-    """An exception for a kernel that is gone would hide the next one of such a name."""
-    compiled = sanitize.compiled_kernels(str(TOOLS / "cuobjdump"))
-    for known in sanitize.NOT_CALLED:
-        assert any(known in name for name in compiled), known
-    called = [name for name in compiled if not any(known in name for known in sanitize.NOT_CALLED)]
-    assert len(called) > len({row["name"] for row in TABLES})

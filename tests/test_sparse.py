@@ -29,6 +29,7 @@ from helpers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashmsa
+import flashmsa.compat
 from flashmsa import Causal, Document, HashBucket
 
 ALL = pytest.mark.parametrize("target", targets(auto=True))
@@ -123,6 +124,30 @@ def test_compiled_calls(family: str) -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), call(q, k, v))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=["shared", "each its own"])
+@pytest.mark.parametrize("kind", ["blocks", "causal blocks", "pairs", "sdpa"])
+def test_lists_made_in_a_trace(kind: str, shape: tuple[int, int]) -> None:
+    """Nothing can be counted there, so the list has room for every cell."""
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (300, 333, 333))
+    counts = (300, 333) if kind in ("pairs", "sdpa") else (5, 6)
+    table = torch.rand(*shape, *counts) < 0.5
+    table[..., :64, :64] = True
+
+    def call(table: torch.Tensor) -> torch.Tensor:
+        if kind == "sdpa":
+            return flashmsa.compat.scaled_dot_product_attention(q, k, v, attn_mask=table)
+        if kind == "pairs":
+            return flashmsa.attention(q, k, v, flashmsa.BlockSparse.from_dense(table))
+        mask = flashmsa.BlockSparse(table, (64, 64))
+        return flashmsa.attention(q, k, v, mask & flashmsa.Causal() if kind == "causal blocks" else mask)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(table), call(table))
+        table = table.logical_not()
     torch._dynamo.reset()
 
 

@@ -300,34 +300,6 @@ void check_dropout(const Arguments& args) {
                     "; all on one device");
 }
 
-// Whether two elements of `tensor` may share memory. Conservative: true also for interleavings that do not collide.
-bool may_overlap_itself(const at::Tensor& tensor) {
-  if (tensor.numel() < 2) return false;
-  std::array<int, 4> order = {0, 1, 2, 3};
-  std::sort(order.begin(), order.end(), [&](int a, int b) { return tensor.stride(a) < tensor.stride(b); });
-  int64_t extent = 1;  // elements spanned by the dimensions with smaller strides
-  for (const int d : order) {
-    if (tensor.size(d) == 1) continue;
-    if (tensor.stride(d) < extent) return true;
-    extent += tensor.stride(d) * (tensor.size(d) - 1);
-  }
-  return false;
-}
-
-// Whether the byte ranges of two tensors meet.
-bool ranges_meet(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return false;
-  const auto range = [](const at::Tensor& t) {
-    int64_t last = 0;
-    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-    const auto* begin = static_cast<const char*>(t.const_data_ptr());
-    return std::pair(begin, begin + (last + 1) * t.itemsize());
-  };
-  const auto [a_begin, a_end] = range(a);
-  const auto [b_begin, b_end] = range(b);
-  return a_begin < b_end && b_begin < a_end;
-}
-
 }  // namespace
 
 std::string dtype_name(at::ScalarType dtype) { return "torch." + std::string(c10::getDtypeNames(dtype).first); }
@@ -467,6 +439,33 @@ void check_out(const Arguments& args, const at::Tensor& out) {
     TORCH_CHECK_VALUE(!may_overlap_itself(out), "out: strides ", out.strides(), " let elements of shape ", out.sizes(),
                       " overlap; pass a tensor that owns each of its elements");
   }
+}
+
+bool may_overlap_itself(const at::Tensor& tensor) {
+  if (tensor.numel() < 2) return false;
+  TORCH_INTERNAL_ASSERT(tensor.dim() == 4);
+  std::array<int, 4> order = {0, 1, 2, 3};
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return tensor.stride(a) < tensor.stride(b); });
+  int64_t extent = 1;  // elements spanned by the dimensions with smaller strides
+  for (const int d : order) {
+    if (tensor.size(d) == 1) continue;
+    if (tensor.stride(d) < extent) return true;
+    extent += tensor.stride(d) * (tensor.size(d) - 1);
+  }
+  return false;
+}
+
+bool ranges_meet(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const auto range = [](const at::Tensor& t) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+    const auto* begin = static_cast<const char*>(t.const_data_ptr());
+    return std::pair(begin, begin + (last + 1) * t.itemsize());
+  };
+  const auto [a_begin, a_end] = range(a);
+  const auto [b_begin, b_end] = range(b);
+  return a_begin < b_end && b_begin < a_end;
 }
 
 bool takes_result_directly(const Arguments& args, const at::Tensor& out, Rows rows) {

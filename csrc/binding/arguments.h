@@ -132,6 +132,13 @@ enum CompositeFlag : int64_t {
 bool fits(const at::Tensor& tensor, Rows rows);
 at::Tensor readable(const at::Tensor& tensor, Rows rows);
 
+// Whether two elements of a tensor of four dimensions may share memory. Conservative: true also for interleavings that do not
+// collide.
+bool may_overlap_itself(const at::Tensor& tensor);
+
+// Whether the byte ranges of two tensors meet.
+bool ranges_meet(const at::Tensor& a, const at::Tensor& b);
+
 // Whether a backend may write to `out` while it reads: it fits, and its memory is clear of every input's. Elsewhere the
 // result is made beside it and copied.
 bool takes_result_directly(const Arguments& args, const at::Tensor& out, Rows rows);

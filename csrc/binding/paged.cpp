@@ -439,8 +439,10 @@ Pair paged_attention_on(const Tensor& q, const Tensor& k_pages, const Tensor& v_
   if (out.numel() == 0) return {out, lse};
   PagedCall call = make_paged_call(a, Device::kAlignment > 1 ? Rows::kTma : Rows::kUnitStride);
   const PagedParams& p = call.params;
-  // NOTE: shapes alone. A cache without a page has nothing that a length could speak of.
-  if (p.batch == 0 || p.num_pages == 0 || p.page_size == 0 || p.max_pages == 0) {
+  // NOTE: shapes alone. A cache without a page has nothing that a length could speak of. Lists of no page have no address, and
+  // would pass for no lists.
+  const bool lists_nothing = a.query_pages.has_value() && a.query_pages->size(2) == 0;
+  if (p.batch == 0 || p.num_pages == 0 || p.page_size == 0 || p.max_pages == 0 || lists_nothing) {
     fill_without_keys(a, out, lse);
     return {out, lse};
   }
@@ -574,10 +576,25 @@ void check_rope(const AppendArguments& a) {
                    dtype_name(a.rope_cos->scalar_type()));
 }
 
+// A cache that is written to.
+void check_apart(const char* name, const Tensor& cache) {
+  // NOTE: a trace that does not know strides is checked when it runs.
+  if (cache.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+  TORCH_CHECK_VALUE(!may_overlap_itself(cache), name, ": strides ", cache.strides(), " let elements of shape ",
+                    cache.sizes(), " overlap; what is written to must own each of its elements");
+}
+
+// What is read while the caches are written. Where it lies in them, a copy, so that it is read as it was before.
+Tensor apart_from(const Tensor& tensor, const Tensor& k_pages, const Tensor& v_pages) {
+  return ranges_meet(tensor, k_pages) || ranges_meet(tensor, v_pages) ? tensor.clone() : tensor;
+}
+
 void check_append(const AppendArguments& a, int64_t alignment) {
   check_caches(a.k_pages, a.v_pages, kPaged, alignment);
   const SymInt page_size = a.k_pages.sym_size(1);
   TORCH_CHECK_VALUE(page_size > 0, "k_pages: page_size is 0; must be positive");
+  check_apart("k_pages", a.k_pages);
+  check_apart("v_pages", a.v_pages);
   check_table(a.block_table, a.k_pages, page_size);
   const SymInt batch = a.block_table.sym_size(0);
   check_int32("kv_lens", a.kv_lens, a.k_pages, 1, "(batch,), the length of each sequence before");
@@ -608,11 +625,12 @@ void append_kv_on(Tensor& k_pages, Tensor& v_pages, const Tensor& block_table, c
   if (k_pages.numel() == 0 || block_table.numel() == 0 || k_new_argument.numel() == 0) return;
   const bool packed = cu_seqlens.has_value();
   const Rows rows = Device::kAlignment > 1 ? Rows::kTma : Rows::kUnitStride;
-  const Tensor k_new = readable(packed ? as_batch(k_new_argument) : k_new_argument, rows);
-  const Tensor v_new = readable(packed ? as_batch(v_new_argument) : v_new_argument, rows);
   // Gives a lazy clone memory of its own.
   k_pages.mutable_data_ptr();
   v_pages.mutable_data_ptr();
+  const auto apart = [&](const Tensor& x) { return apart_from(x, k_pages, v_pages); };
+  const Tensor k_new = readable(apart(packed ? as_batch(k_new_argument) : k_new_argument), rows);
+  const Tensor v_new = readable(apart(packed ? as_batch(v_new_argument) : v_new_argument), rows);
   std::vector<Tensor> held;
   pages::AppendParams p;
   p.k_pages = pool_ref(k_pages, kPaged);
@@ -633,8 +651,8 @@ void append_kv_on(Tensor& k_pages, Tensor& v_pages, const Tensor& block_table, c
   p.total_new = to_int(packed ? k_new.size(2) : k_new.size(0) * k_new.size(2));
   p.dtype = core_dtype(k_pages.scalar_type());
   if (rope_cos.has_value()) {
-    p.rope_cos = held.emplace_back(rope_cos->contiguous()).const_data_ptr();
-    p.rope_sin = held.emplace_back(rope_sin->contiguous()).const_data_ptr();
+    p.rope_cos = held.emplace_back(apart(rope_cos->contiguous())).const_data_ptr();
+    p.rope_sin = held.emplace_back(apart(rope_sin->contiguous())).const_data_ptr();
     p.rope_fp32 = rope_cos->scalar_type() == at::kFloat;
     p.rope_positions = to_int(rope_cos->size(0));
     p.rotary_dim = to_int(2 * rope_cos->size(1));

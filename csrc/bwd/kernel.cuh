@@ -9,7 +9,7 @@
 // Roles       warpgroup 0: loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
 //             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh), and before that which query tiles there are.
 // Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
-// Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it.
+// Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, done.
 // Schedule    the numbered steps of the consumers.
 // Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h;
 //             the first of them stores.

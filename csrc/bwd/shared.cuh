@@ -143,6 +143,8 @@ struct Shared {
 
   OwnKeys<Config::kPacked> own;
 
+  sm90::Barrier done;  // consumer warps (split)   consumers
+
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
     full_kv.init(1);
@@ -155,6 +157,7 @@ struct Shared {
       full_ds[s].init(Config::kSplit == Split::kByKeys ? kConsumerWarps : 4);
       empty_ds[s].init(4);
     }
+    if constexpr (Config::kSplit != Split::kByKeys) done.init(kConsumerWarps);
     sm90::fence_barrier_init();
   }
 };

@@ -3,12 +3,8 @@
 #pragma once
 
 #include "bwd/pairs.cuh"
-#include "sm90/registers.cuh"
 
 namespace flashmsa::bwd {
-
-// SYNC: both are done with Q, dO and V before these become room for results. A named barrier of the two warpgroups.
-inline constexpr uint32_t kConsumersBarrier = 1;
 
 enum class Gradient { kValues, kKeys };
 
@@ -104,7 +100,10 @@ struct SplitConsumer : Pairs<Config> {
     sm90::pin_registers(gradient);
     const bool suspect = this->finish(gradient, kValues ? params.value_scale() : params.scale);
     this->note((kValues ? 0 : 4) + this->warp_key() / sm90::kWarpRows, suspect);
-    sm90::bar_sync(kConsumersBarrier, 2 * sm90::kWarpgroupThreads);
+    // SYNC: both warpgroups are done with Q, dO and V before these become room for results. No named barrier, at which the two
+    // would wait in two places: synccheck wants one.
+    this->release(shared.done);
+    shared.done.wait(0);
     if constexpr (Config::kPacked) {
       char* staging = kValues ? shared.v : shared.q[0];
       this->stage(gradient, staging);

@@ -109,13 +109,12 @@ struct Loader {
 #pragma unroll
     for (int32_t n = 0; n < kOwn; ++n) {
       const int32_t place = at + chunk(n);
-      if (offset < kChunk && place < walk.end) locate<kTma>(chunk_number<Config>(place), offset, page[n], slot[n]);
+      if (offset < kChunk && place < walk.end) locate(chunk_number<Config>(place), offset, page[n], slot[n]);
     }
     return true;
   }
 
   // Key `offset` of a chunk.
-  template <bool kTma>
   __device__ __forceinline__ void locate(int32_t number, int32_t offset, int32_t& page, int32_t& slot) const {
     const Sequence& s = walk.sequence(shared);
     // NOTE: behind the length its last key stands in, behind the list its last page; scores there are masked. Neither table nor

@@ -127,6 +127,8 @@ struct Consumer {
       sm90::ldmatrix_x4(x.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
                                                               2 * k + sm90::Matrix16x16::half(lane())));
     }
+    // SYNC: the arrival would not wait for what is read.
+    sm90::wait_ldmatrix(x.q);
     __syncwarp();
     release(shared.empty_q[stage]);
   }
@@ -491,13 +493,11 @@ struct Consumer {
     const bool outgrown = y.softmax.outgrown(x.s, shift);
 
     // 3. PERF: where there is more to do than the test, and at d64 anyway, the compiler moves a wait up into what P V should
-    // overlap (ALiBi by additions at d128: +26 %). One in either branch stays behind the test.
+    // overlap (ALiBi by additions at d128: +26 %).
     if constexpr (!kMasked && (Score::kPlain || kPlaces) && Config::kHeadDim > 64) {
       sm90::wgmma_wait<0>();
-    } else if (outgrown) {
-      sm90::wgmma_wait_in_branch<1>();
     } else {
-      sm90::wgmma_wait_in_branch<0>();
+      sm90::wgmma_wait_behind(outgrown);
     }
     sm90::pin_registers(y.o);
     release_v();

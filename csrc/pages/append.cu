@@ -17,10 +17,8 @@ namespace {
 
 constexpr int32_t kThreads = 128;
 
-__device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ void from_float(float& y, float x) { y = x; }
 __device__ __forceinline__ void from_float(__half& y, float x) { y = __float2half_rn(x); }
 __device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
 
@@ -178,10 +176,8 @@ void append_kv(const AppendParams& p, void* stream_handle) {
       return launch<__nv_bfloat16>(p, tokens, stream);
     case DType::kF16:
       return launch<__half>(p, tokens, stream);
-    case DType::kF32:
-      return launch<float>(p, tokens, stream);
     default:
-      throw std::runtime_error("flashmsa: append_kv has kernels for bf16, fp16 and fp32 alone");
+      throw std::runtime_error("flashmsa: append_kv has kernels for bf16 and fp16 alone");
   }
 }
 

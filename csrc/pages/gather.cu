@@ -1,13 +1,14 @@
 // Pages to a dense view: a copy, bound by memory.
 //
-// Where addresses and strides allow tensor maps (multiples of 16 bytes), CTAs of one warp move boxes of slots x heads x
-// head_dim through a ring in shared memory, and no byte passes through registers:
+// CTAs of one warp move boxes of slots x heads x head_dim through a ring in shared memory, and no byte passes through registers:
 //   1. a lane a page loads the pages of a tile, kStages - 1 tiles ahead; their ids are read one tile earlier still
 //   2. when a tile is full, its rows past the length become zero, and one box stores it
-// Tiles past a length are not loaded. Everything else is moved by plain loads and stores.
+// Tiles past a length are not loaded. What is too small for boxes is moved by plain loads and stores. Either way addresses and
+// strides are multiples of 16 bytes.
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "core/cuda_check.h"
 #include "pages/pages.h"
@@ -23,6 +24,7 @@ constexpr int32_t kStageBytes = 16384;
 constexpr int32_t kCtasPerSm = 3;
 constexpr int32_t kMaxBox = 256;  // of a TMA box's dimension
 constexpr int32_t kLanes = 32;
+using Word = uint4;  // of what is moved without boxes
 
 // Both tensors of a call, K and V, as the kernels see them.
 struct Side {
@@ -177,23 +179,22 @@ __global__ void __launch_bounds__(kLanes) gather_boxes_kernel(const __grid_const
   BoxCopy{p, ring, {tiles(p.side[0]), tiles(p.side[1])}}.run();
 }
 
-bool multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
-
-// Whether tensor maps can describe both ends of a side, and a box of it.
-bool boxes_fit(const Side& side, int32_t element_bytes) {
-  const auto aligned = [&](const void* data, std::initializer_list<int64_t> strides) {
-    const bool address = multiple_of_16(static_cast<int64_t>(reinterpret_cast<uintptr_t>(data)));
-    return address && std::all_of(strides.begin(), strides.end(), [&](int64_t stride) {
-             return stride >= 0 && multiple_of_16(stride * element_bytes);
-           });
-  };
-  const PoolRef& pool = side.pool;
-  const TensorRef& dense = side.dense;
-  // A box begins at a multiple of 128 bytes, and counts its columns in words of 4 bytes.
+// Whether a box of a side can be: one begins at a multiple of 128 bytes, and counts its columns in words of 4 bytes.
+bool boxes_fit(const Side& side) {
   const int32_t piece_bytes = side.piece_slots * side.tile_heads * side.row_bytes;
-  return aligned(pool.data, {pool.stride_page, pool.stride_slot, pool.stride_head}) &&
-         aligned(dense.data, {dense.stride_batch, dense.stride_seq, dense.stride_head}) &&
-         multiple_of_16(side.row_bytes) && side.row_bytes <= 4 * kMaxBox && piece_bytes % 128 == 0;
+  return side.row_bytes <= 4 * kMaxBox && piece_bytes % 128 == 0;
+}
+
+// Addresses and strides in multiples of 16 bytes, as both ways ask for. The binding sees to it; an address that is not would
+// end the context.
+bool aligned(const Side& side, int32_t element_bytes) {
+  int64_t all = int64_t{side.row_bytes} | static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.pool.data)) |
+                static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.dense.data));
+  for (const int64_t stride : {side.pool.stride_page, side.pool.stride_slot, side.pool.stride_head,
+                               side.dense.stride_batch, side.dense.stride_seq, side.dense.stride_head}) {
+    all |= stride * element_bytes;
+  }
+  return all % static_cast<int64_t>(sizeof(Word)) == 0;
 }
 
 // The largest power of two that is at most x > 0.
@@ -237,7 +238,6 @@ void make_maps(Side& side, const Params& p, int32_t element_bytes) {
 
 constexpr int32_t kThreads = 256;
 
-template <class Word>
 __global__ void __launch_bounds__(kThreads)
     gather_words_kernel(const __grid_constant__ Params p, int32_t element_bytes) {
   const Side& side = p.side[blockIdx.y];
@@ -260,24 +260,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Word>
-bool words_fit(const Side& side, int32_t element_bytes) {
-  const auto fits = [](int64_t bytes) { return bytes % static_cast<int64_t>(sizeof(Word)) == 0; };
-  int64_t all = int64_t{side.row_bytes} | static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.pool.data)) |
-                static_cast<int64_t>(reinterpret_cast<uintptr_t>(side.dense.data));
-  for (const int64_t stride : {side.pool.stride_page, side.pool.stride_slot, side.pool.stride_head,
-                               side.dense.stride_batch, side.dense.stride_seq, side.dense.stride_head}) {
-    all |= stride * element_bytes;
-  }
-  return fits(all);
-}
-
-template <class Word>
 void launch_words(const Params& p, int32_t element_bytes, int32_t num_sms, cudaStream_t stream) {
   const int32_t row_bytes = max_of(p.side[0].row_bytes, p.side[1].row_bytes);
   const int64_t words = int64_t{p.batch} * p.length * p.heads * row_bytes / static_cast<int64_t>(sizeof(Word));
   const int64_t ctas = min_of(ceil_div(words, int64_t{kThreads}), int64_t{num_sms} * 32);
-  gather_words_kernel<Word><<<dim3(static_cast<uint32_t>(ctas), 2), kThreads, 0, stream>>>(p, element_bytes);
+  gather_words_kernel<<<dim3(static_cast<uint32_t>(ctas), 2), kThreads, 0, stream>>>(p, element_bytes);
 }
 
 Params make_params(const GatherParams& g) {
@@ -307,8 +294,11 @@ void gather_pages(const GatherParams& g, int32_t num_sms, void* stream_handle) {
   if (p.batch == 0 || p.length == 0 || p.heads == 0) return;
   bool boxes = true;
   for (Side& side : p.side) {
+    if (!aligned(side, g.element_bytes)) {
+      throw std::runtime_error("flashmsa: gather_pages has kernels for rows at multiples of 16 bytes alone");
+    }
     shape_tiles(side, p);
-    boxes = boxes && boxes_fit(side, g.element_bytes);
+    boxes = boxes && boxes_fit(side);
   }
   if (boxes) {
     for (Side& side : p.side) make_maps(side, p, g.element_bytes);
@@ -318,12 +308,8 @@ void gather_pages(const GatherParams& g, int32_t num_sms, void* stream_handle) {
         cudaFuncSetAttribute(gather_boxes_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Ring)));
     const uint32_t ctas = static_cast<uint32_t>(min_of(tiles, int64_t{num_sms} * kCtasPerSm));
     gather_boxes_kernel<<<ctas, kLanes, sizeof(Ring), stream>>>(p);
-  } else if (words_fit<uint4>(p.side[0], g.element_bytes) && words_fit<uint4>(p.side[1], g.element_bytes)) {
-    launch_words<uint4>(p, g.element_bytes, num_sms, stream);
-  } else if (g.element_bytes == 2) {
-    launch_words<uint16_t>(p, g.element_bytes, num_sms, stream);
   } else {
-    launch_words<uint32_t>(p, g.element_bytes, num_sms, stream);
+    launch_words(p, g.element_bytes, num_sms, stream);
   }
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._prepare import has_values
+
 if TYPE_CHECKING:
     from .visible import Visible
 
@@ -166,11 +168,6 @@ class Interval(NamedTuple):
     offsets: tuple[Tensor, Tensor] | None = None  # of queries and keys
     causal: bool = False  # inside each document
     align: str | None = None  # where positions are counted from, for ALiBi; None: it does not say
-
-
-def has_values(x: Tensor) -> bool:
-    """Whether there is anything to read: not on the meta device, nor in a tensor that stands for one in a trace."""
-    return x.device.type != "meta" and type(x).__name__ != "FakeTensor"
 
 
 def on_cpu(x: Tensor) -> bool:

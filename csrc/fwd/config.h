@@ -36,6 +36,10 @@ template <class Element>
 using Config64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 template <class Element>
 using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
+// Short documents, by the same reasons as rows by index below.
+// PERF: documents of a mean length of 144 … 474 1.06 … 1.12 times as fast as by Config128, of 1024 1.00 … 1.05; dense .9.
+template <class Element>
+using DocumentConfig128 = Config<Element, 128, 128, 192, 64, 3, false, 2, 64, 32, 160>;
 // Block-sparse masks: a cell's rows.
 template <class Element>
 using ListConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 40, 232>;

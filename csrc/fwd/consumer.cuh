@@ -343,6 +343,8 @@ struct Consumer {
       // PERF: most blocks meet no first run, and one test of an interval is a quarter of two.
       if (first_runs) {
         attn::apply_intervals(x.s, rows.keys, first_key, thread());
+      } else if constexpr (kMasksByBits<Mask, Config>) {
+        attn::apply_intervals_as_bits(x.s, keys, first_key, thread());
       } else {
         attn::apply_intervals(x.s, keys, first_key, thread());
       }
@@ -760,7 +762,7 @@ struct Consumer {
       }
       sm90::fence_async_proxy();
       __syncwarp();
-      if constexpr (kPaged<Mask>) {
+      if constexpr (kOwnRows<Mask>) {
         if (first_row + sm90::kWarpRows > tile.end_row(params)) {
           store_few(pass * Config::kOColumns);
           continue;

@@ -391,15 +391,16 @@ PYBIND11_MODULE(_C, m) {
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
   m.def("kernels", &kernels, "Every compiled sm_90a forward kernel, as dicts.");
   m.def("backward_kernels", &backward_kernels, "Every compiled sm_90a backward kernel, as dicts.");
-  m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
-        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
-        py::arg("dropout") = false, py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false,
-        py::arg("len_q") = 0, py::arg("len_kv") = 0, py::arg("deterministic") = false,
-        py::arg("mask_ints") = std::vector<int64_t>(), py::arg("batch") = 0, py::arg("heads_q") = 0,
-        "The kernel for a mask kind, dtype, head dims and options, or None. For a document mask it depends on the "
-        "documents' number and the lengths too, for its backward pass on deterministic mode as well; for the forward "
-        "pass of a composite mask without tensors on its ints and the lengths, of dense and causal ones on batch, heads "
-        "and lengths: few rows have small tiles.");
+  m.def(
+      "find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"), py::arg("head_dim"),
+      py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false, py::arg("dropout") = false,
+      py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false, py::arg("len_q") = 0,
+      py::arg("len_kv") = 0, py::arg("deterministic") = false, py::arg("mask_ints") = std::vector<int64_t>(),
+      py::arg("batch") = 0, py::arg("heads_q") = 0,
+      "The kernel for a mask kind, dtype, head dims and options, or None. For a document mask it depends on the "
+      "documents' number and the lengths too, for its backward pass on deterministic mode as well; for the forward "
+      "pass of a composite mask without tensors on its ints and the lengths, of dense and causal ones on batch, heads "
+      "and lengths: few rows have small tiles.");
   m.def("few_queries_kernel", torch::wrap_pybind_function(&few_queries_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("batch"), py::arg("heads_q"), py::arg("heads_kv"), py::arg("len_q"), py::arg("len_kv"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("alibi") = false, py::arg("from_start") = false,

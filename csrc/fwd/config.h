@@ -32,9 +32,12 @@ struct Config {
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
 //                          head_dim  _v  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
 template <class Element>
-using Config64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
+using Config64 = Config<Element, 64, 64, 256, 64, 4, false, 1, 64, 32, 112>;
 template <class Element>
 using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
+// At 64 of composite masks and with options: kernels that need more registers than four warpgroups leave.
+template <class Element>
+using CompositeConfig64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 // Block-sparse masks: a cell's rows.
 template <class Element>
 using ListConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 40, 232>;

@@ -223,12 +223,15 @@ template <class Mask>
 using Known = std::conditional_t<std::is_same_v<Mask, mask::Document>, mask::Packed, Mask>;
 
 // One entry for every mask in the list, and bands before the composite masks that they are. ListConfig: of listed masks,
-// whose tiles have a cell's rows.
-template <class Config, class ListConfig>
+// whose tiles have a cell's rows. CompositeConfig: of composite masks, documents.
+template <class Config, class ListConfig, class CompositeConfig = Config>
 std::vector<KernelEntry> make_entries() {
-#define FLASHMSA_ENTRY(MaskName)                                                                     \
-  make_entry<Known<mask::MaskName>, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, \
-             attn::PlainScore>(),
+  const auto entry_of = []<class Mask>(std::type_identity<Mask>) {
+    constexpr bool kPacks = std::is_same_v<Mask, mask::Composite> || std::is_same_v<Mask, mask::Packed>;
+    using Narrow = std::conditional_t<kPacks, CompositeConfig, Config>;
+    return make_entry<Mask, std::conditional_t<Mask::kListed, ListConfig, Narrow>, attn::PlainScore>();
+  };
+#define FLASHMSA_ENTRY(MaskName) entry_of(std::type_identity<Known<mask::MaskName>>()),
   return {make_entry<mask::Band, Config, attn::PlainScore>(), FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
 }

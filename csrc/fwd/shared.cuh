@@ -81,19 +81,20 @@ struct KernelParams {
 
 using sched::Span;  // of a warpgroup's 64 rows
 // Spans that are not part of the plan.
-template <bool kPlanned>
+template <bool kPlanned, int32_t kSpans>
 struct OwnSpans {
-  Span spans[sched::kMaxSpans];
+  Span spans[max_of(kSpans, sched::kMaxSpans)];
 };
-template <>
-struct OwnSpans<true> {};
+template <int32_t kSpans>
+struct OwnSpans<true, kSpans> {};
 
 // What the producer tells the consumers about their next tile: its entry of the plan, planned or not (row_block negative:
 // no more tiles), and whose rows they are.
 template <class Mask, class Config>
 struct alignas(16) TileWork {
   sched::PlanEntry<Mask> entry;
-  OwnSpans<Mask::kSpansPlanned> own;
+  OwnSpans<Mask::kSpansPlanned, Config::kConsumerWarpgroups> own;
+  static_assert(!Mask::kSpansPlanned || Config::kConsumerWarpgroups <= sched::kMaxSpans);
   int32_t head;
   int32_t kv_head;
   int32_t batch;

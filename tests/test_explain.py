@@ -359,6 +359,41 @@ def test_the_kernels_of_a_training_step(family: str, dropout_p: float, softcap: 
 
 
 @needs_kernels
+def test_the_kernel_of_short_documents() -> None:
+    """At head dim 128 the forward pass has one of its own for documents of a mean length up to 1024."""
+
+    def name(documents: int, dim: int = 128, **options: Any) -> str:
+        q, k, v = make(1, (1, 1), 4096, 4096, dim, dtype=torch.bfloat16)
+        offsets = torch.linspace(0, 4096, documents + 1).int()
+        return explain(q, k, v, Document(offsets), backend="sm90", **options).kernel
+
+    assert name(3) == "fwd_document_d128_bf16" and name(4) == "fwd_short_document_d128_bf16"
+    assert name(4, dim=104) == "fwd_short_document_d128_bf16"
+    assert [name(4, dim=dim) for dim in (64, 96, 256)] == [f"fwd_document_d{dim}_bf16" for dim in (64, 96, 256)]
+    assert name(4, softcap=2.0) == "fwd_composite_softcap_d128_bf16"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dim", [64, 128])
+def test_counts_of_packed_documents(dim: int) -> None:
+    """Blocks of rows begin where long documents do, and their tiles where the documents' keys do."""
+    lengths = [300, 0, 1, 500, 199]
+    mask = Document(torch.tensor([0, *lengths]).cumsum(0).int())
+    q, k, v = make(1, (3, 3), 1000, 1000, dim, dtype=torch.bfloat16)
+    got = explain(q, k, v, mask, backend="sm90")
+    rows, keys = got.tile
+    blocks = [-(-length // rows) for length in lengths]
+    assert got.full == 3 * sum(n * (length // keys) for n, length in zip(blocks, lengths, strict=True))
+    assert got.partial == 3 * sum(n * (length % keys > 0) for n, length in zip(blocks, lengths, strict=True))
+    assert got.pairs == 3 * sum(length * length for length in lengths)
+    short = Document(torch.arange(0, 1001, 50).int())
+    counts = explain(q, k, v, short, backend="sm90")
+    allowed = short.to_dense(1000, 1000)
+    whole, some, _ = brute_force(allowed, got.tile, from_begin=True)
+    assert (counts.full, counts.partial) == (3 * whole, 3 * some), "on a fixed grid"
+
+
+@needs_kernels
 def test_the_kernel_of_packed_documents() -> None:
     """The backward pass has one of its own for long documents: not for short ones, nor in deterministic mode."""
     q, k, v = (x.requires_grad_() for x in make(dtype=torch.bfloat16, len_q=1024, len_kv=1024))
@@ -433,6 +468,45 @@ def test_few_queries_are_run_by_decode_kernels(mask: Mask | None, dtype: torch.d
     from_start = isinstance(mask, Causal) and mask.align == "top-left"
     slopes = explain(*make(**shape), mask, backend="sm90", alibi_slopes=torch.ones(8))
     assert slopes.kernel.startswith("fwd_" if from_start else "decode_")
+
+
+FEW_ROWS = [
+    # dim, batch, heads, length; whether small tiles run, dense and causal
+    (64, 1, 32, 512, True, True),  # tiles of 64 rows: 396 run at a time at 64, 264 at 128
+    (64, 1, 99, 256, True, True),
+    (64, 1, 100, 256, False, False),
+    (64, 1, 33, 1024, False, True),  # up to 4/3 of that where most end early
+    (64, 1, 34, 1024, False, False),
+    (64, 16, 32, 64, True, True),  # three quarters of a larger tile would be empty
+    (64, 16, 32, 129, False, False),
+    (128, 1, 16, 512, True, True),
+    (128, 8, 16, 128, True, True),
+    (128, 2, 16, 529, False, True),
+    (128, 3, 16, 512, False, False),
+    (128, 16, 16, 65, False, False),
+    (128, 64, 16, 64, True, True),
+    (96, 1, 1, 64, False, False),  # other widths have none
+    (256, 1, 1, 64, False, False),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, Causal(), Causal(align="top-left")], ids=repr)
+@pytest.mark.parametrize(("dim", "batch", "heads", "length", "dense", "causal"), FEW_ROWS)
+def test_few_rows_have_small_tiles(
+    dim: int, batch: int, heads: int, length: int, dense: bool, causal: bool, mask: Mask | None, dtype: torch.dtype
+) -> None:
+    """As csrc/fwd/few_rows.h has it, under masks without a plan and without options."""
+    q, k, v = (x.to(dtype) for x in make(batch, (heads, heads), length, length, dim, device="meta"))
+    got = explain(q, k, v, mask, backend="sm90")
+    small = dense if mask is None else causal
+    assert got.kernel.startswith(f"fwd_{'dense' if mask is None else 'causal'}{'_small' if small else ''}_d{dim}_")
+    assert got.tile[0] == 64 if small else got.tile[0] > 64
+    assert any("small ones" in note for note in got.notes) == small
+    for options in ({"softcap": 2.0}, {"alibi_slopes": torch.ones(heads, device="meta")}):
+        assert "_small_" not in explain(q, k, v, mask, backend="sm90", **options).kernel
+    assert "_small_" not in explain(q, k, v, Document([0, 5, length]), backend="sm90").kernel
 
 
 @needs_kernels

@@ -9,7 +9,7 @@
 // Roles       warpgroup 0: loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
 //             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh), and before that which query tiles there are.
 // Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
-// Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, done.
+// Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, finished.
 // Schedule    the numbered steps of the consumers.
 // Clusters    each CTA loads half of Q's and dO's columns, to both. dS^T goes to the other CTA as it goes to this one's dQ, and
 //             each has half of dQ's columns, of all 128 keys: half the bytes that the L2 gives and half of those that it adds.

@@ -147,8 +147,6 @@ struct Shared {
 
   OwnKeys<Config::kPacked> own;
 
-  sm90::Barrier done;  // consumer warps (split)   consumers
-
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
     full_kv.init(1);
@@ -161,7 +159,11 @@ struct Shared {
       full_ds[s].init(Config::kSplit == Split::kByKeys ? kConsumerWarps : 4);
       empty_ds[s].init(4 * Config::kCluster);
     }
+<<<<<<< HEAD
     if constexpr (Config::kSplit != Split::kByKeys) done.init(kConsumerWarps);
+=======
+    if constexpr (Config::kSplit == Split::kByGradient) finished.init(kConsumerWarps);
+>>>>>>> main
     sm90::fence_barrier_init();
   }
 };

@@ -146,6 +146,7 @@ struct Shared {
   sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
 
   OwnKeys<Config::kPacked> own;
+  sm90::Barrier finished;  // by gradient: consumer warps             they themselves
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
@@ -159,11 +160,7 @@ struct Shared {
       full_ds[s].init(Config::kSplit == Split::kByKeys ? kConsumerWarps : 4);
       empty_ds[s].init(4 * Config::kCluster);
     }
-<<<<<<< HEAD
-    if constexpr (Config::kSplit != Split::kByKeys) done.init(kConsumerWarps);
-=======
     if constexpr (Config::kSplit == Split::kByGradient) finished.init(kConsumerWarps);
->>>>>>> main
     sm90::fence_barrier_init();
   }
 };

@@ -115,16 +115,9 @@ struct SplitConsumer : Pairs<Config> {
     sm90::pin_registers(gradient);
     const bool suspect = this->finish(gradient, kValues ? params.value_scale() : params.scale);
     this->note((kValues ? 0 : 4) + this->warp_key() / sm90::kWarpRows, suspect);
-<<<<<<< HEAD
-    // SYNC: both warpgroups are done with Q, dO and V before these become room for results. No named barrier, at which the two
-    // would wait in two places: synccheck wants one.
-    this->release(shared.done);
-    shared.done.wait(0);
-=======
     // SYNC: both are done with Q, dO and V before these become room for results.
     this->release(shared.finished);
     shared.finished.wait(0);
->>>>>>> main
     if constexpr (Config::kPacked) {
       char* staging = kValues ? shared.v : shared.q[0];
       this->stage(gradient, staging);

@@ -354,25 +354,27 @@ def visited_share(case: Case) -> float | None:
 DOCUMENT_KIND = 2  # MaskKind in csrc/core/params.h
 
 
-def kernel_tile(case: Case) -> tuple[int, int] | None:
-    """Rows and keys of a tile of our kernel for a document case; None where no kernels were built."""
+def kernel_efficiency(case: Case) -> float | None:
+    """What tile_efficiency() gives for the kernel that serves a document case; None where no kernels were built."""
     try:
         from flashmsa import _C
     except ImportError:
         return None
-    kernel = _C.find_kernel(DOCUMENT_KIND, DTYPES[case.dtype], case.head_dim, case.value_dim)
-    return (kernel["block_q"], kernel["block_kv"]) if kernel else None
+    documents = {"documents": len(case.offsets) - 1, "len_q": case.length, "len_kv": case.length}
+    kernel = _C.find_kernel(DOCUMENT_KIND, DTYPES[case.dtype], case.head_dim, case.value_dim, **documents)
+    return kernel and tile_efficiency(case, (kernel["block_q"], kernel["block_kv"]), kernel["least_packed"])
 
 
-def tile_efficiency(case: Case, tile: tuple[int, int] | None) -> float | None:
-    """Allowed pairs / area of the tiles (rows, keys) that a document case visits, by the C++ mask traits."""
-    if tile is None:
-        return None
+def tile_efficiency(case: Case, tile: tuple[int, int], least_packed: int = 0) -> float:
+    """Allowed pairs / area of the tiles (rows, keys) that a document case visits, by the C++ mask traits.
+
+    least_packed: mean length of documents from which on blocks of rows begin where documents do; 0: on a fixed grid."""
     from flashmsa import _C
 
     cpu_offsets = torch.tensor(case.offsets, dtype=torch.int32)
     shape = (case.batch, case.heads, case.length, case.length)
-    counts = _C.tile_counts(DOCUMENT_KIND, [int(case.is_causal)], [cpu_offsets, cpu_offsets], *shape, *tile)
+    offsets = [cpu_offsets, cpu_offsets]
+    counts = _C.tile_counts(DOCUMENT_KIND, [int(case.is_causal)], offsets, *shape, *tile, least_packed=least_packed)
     return counts["allowed_pairs"] / ((counts["full"] + counts["partial"]) * tile[0] * tile[1])
 
 

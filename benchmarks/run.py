@@ -173,7 +173,7 @@ def run_unit(unit: Unit, device: Any, nvml: Any, args: argparse.Namespace) -> di
     report.add_ratios(record)
     if unit.group == "documents":
         case = unit.lanes[0].case
-        report.add_document_target(record, candidates.tile_efficiency(case, candidates.kernel_tile(case)))
+        report.add_document_target(record, candidates.kernel_efficiency(case))
     if unit.group == "one-document":
         report.add_document_cost(record)
     if unit.group == "masks":

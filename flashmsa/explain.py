@@ -170,7 +170,8 @@ def explain(
     tile = _tile(chosen, kernel, q, k)
     # Where no tiles are walked any size does, for the pairs alone.
     drops = kernel is not None and wanted.dropout
-    counts = _tile_counts(q, k, mask, _CPU_TILE if tile is None or chosen == "torch" else tile, drops)
+    walked = _CPU_TILE if tile is None or chosen == "torch" else tile
+    counts = _tile_counts(q, k, mask, walked, drops, kernel["least_packed"] if kernel else 0)
     if counts is None:
         notes.append("the mask's tensors hold no values, on the meta device or in a trace: its tiles are not known")
     notes += _how_it_runs(chosen, q, mask, wanted, kernel)
@@ -228,6 +229,8 @@ def _kernel(q: Tensor, v: Tensor, wanted: Wanted, **facts: Any) -> dict[str, Any
 def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, wanted: Wanted) -> dict[str, Any] | None:
     kind, ints, tensors = lower(mask)
     facts = {"batch": q.shape[0], "heads_q": q.shape[1], "len_q": q.shape[2], "len_kv": k.shape[2]}
+    if kind == DOCUMENT:
+        facts["documents"] = tensors[0].shape[-1] - 1
     if kind == COMPOSITE and not tensors:
         facts["mask_ints"] = ints
     return _kernel(q, v, wanted, **facts)
@@ -264,14 +267,16 @@ def _tile(chosen: str, kernel: dict[str, Any] | None, q: Tensor, k: Tensor) -> t
 
 
 def _tile_counts(
-    q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int], dropout: bool
+    q: Tensor, k: Tensor, mask: Mask | None, tile: tuple[int, int], dropout: bool, least_packed: int
 ) -> dict[str, int] | None:
     kind, ints, tensors = lower(mask)
     if not all(map(has_values, tensors)):
         return None
     values = [x.cpu() for x in tensors]
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return _C.tile_counts(kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1], dropout=dropout)
+    return _C.tile_counts(
+        kind, list(ints), values, *shape, *tile, heads_kv=k.shape[1], dropout=dropout, least_packed=least_packed
+    )
 
 
 def _how_it_runs(

@@ -359,6 +359,41 @@ def test_the_kernels_of_a_training_step(family: str, dropout_p: float, softcap: 
 
 
 @needs_kernels
+def test_the_kernel_of_short_documents() -> None:
+    """At head dim 128 the forward pass has one of its own for documents of a mean length up to 1024."""
+
+    def name(documents: int, dim: int = 128, **options: Any) -> str:
+        q, k, v = make(1, (1, 1), 4096, 4096, dim, dtype=torch.bfloat16)
+        offsets = torch.linspace(0, 4096, documents + 1).int()
+        return explain(q, k, v, Document(offsets), backend="sm90", **options).kernel
+
+    assert name(3) == "fwd_document_d128_bf16" and name(4) == "fwd_short_document_d128_bf16"
+    assert name(4, dim=104) == "fwd_short_document_d128_bf16"
+    assert [name(4, dim=dim) for dim in (64, 96, 256)] == [f"fwd_document_d{dim}_bf16" for dim in (64, 96, 256)]
+    assert name(4, softcap=2.0) == "fwd_composite_softcap_d128_bf16"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dim", [64, 128])
+def test_counts_of_packed_documents(dim: int) -> None:
+    """Blocks of rows begin where long documents do, and their tiles where the documents' keys do."""
+    lengths = [300, 0, 1, 500, 199]
+    mask = Document(torch.tensor([0, *lengths]).cumsum(0).int())
+    q, k, v = make(1, (3, 3), 1000, 1000, dim, dtype=torch.bfloat16)
+    got = explain(q, k, v, mask, backend="sm90")
+    rows, keys = got.tile
+    blocks = [-(-length // rows) for length in lengths]
+    assert got.full == 3 * sum(n * (length // keys) for n, length in zip(blocks, lengths, strict=True))
+    assert got.partial == 3 * sum(n * (length % keys > 0) for n, length in zip(blocks, lengths, strict=True))
+    assert got.pairs == 3 * sum(length * length for length in lengths)
+    short = Document(torch.arange(0, 1001, 50).int())
+    counts = explain(q, k, v, short, backend="sm90")
+    allowed = short.to_dense(1000, 1000)
+    whole, some, _ = brute_force(allowed, got.tile, from_begin=True)
+    assert (counts.full, counts.partial) == (3 * whole, 3 * some), "on a fixed grid"
+
+
+@needs_kernels
 def test_the_kernel_of_packed_documents() -> None:
     """The backward pass has one of its own for long documents: not for short ones, nor in deterministic mode."""
     q, k, v = (x.requires_grad_() for x in make(dtype=torch.bfloat16, len_q=1024, len_kv=1024))

@@ -240,6 +240,7 @@ py::dict describe(const fwd::KernelInfo& kernel) {
   d["registers_consumer"] = kernel.registers_consumer;
   d["ctas_per_sm"] = kernel.ctas_per_sm;
   d["shared_memory"] = kernel.shared_memory;
+  d["least_packed"] = kernel.least_packed;
   return d;
 }
 
@@ -301,9 +302,12 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
   params.heads_q = heads_q;
   params.len_q = len_q;
   params.len_kv = len_kv;
-  if (backward) {
+  // NOTE: the composite mask's are in its tensors, and no kernel is chosen by them.
+  if (mask_ints.empty()) {
     params.mask.num_documents = documents;
     params.mask.causal = causal;
+  }
+  if (backward) {
     call.deterministic = deterministic;
     const bwd::KernelInfo* kernel = bwd::find_kernel(call);
     if (kernel != nullptr) return describe(*kernel);
@@ -350,7 +354,7 @@ py::object few_queries_kernel(int64_t mask, at::ScalarType dtype, int32_t batch,
 
 py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const std::vector<at::Tensor>& mask_tensors,
                      int32_t batch, int32_t heads_q, int32_t len_q, int32_t len_kv, int32_t block_q, int32_t block_kv,
-                     std::optional<int32_t> heads_kv, bool dropout) {
+                     std::optional<int32_t> heads_kv, bool dropout, int32_t least_packed) {
   check_mask<int64_t>(
       mask, mask_ints, mask_tensors, at::kCPU,
       {int64_t{batch}, int64_t{heads_q}, int64_t{heads_kv.value_or(heads_q)}, int64_t{len_q}, int64_t{len_kv}});
@@ -368,7 +372,7 @@ py::dict tile_counts(int64_t mask, const std::vector<int64_t>& mask_ints, const 
   params.len_kv = len_kv;
   params.mask = make_mask(mask, mask_ints, mask_tensors, heads_q, held);
   params.dropout_p = dropout ? 0.5 : 0.0;
-  const TileCounts counts = count_tiles(params, block_q, block_kv);
+  const TileCounts counts = count_tiles(params, block_q, block_kv, least_packed);
   py::dict d;
   d["full"] = counts.full;
   d["partial"] = counts.partial;
@@ -387,15 +391,16 @@ PYBIND11_MODULE(_C, m) {
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
   m.def("kernels", &kernels, "Every compiled sm_90a forward kernel, as dicts.");
   m.def("backward_kernels", &backward_kernels, "Every compiled sm_90a backward kernel, as dicts.");
-  m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
-        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
-        py::arg("dropout") = false, py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false,
-        py::arg("len_q") = 0, py::arg("len_kv") = 0, py::arg("deterministic") = false,
-        py::arg("mask_ints") = std::vector<int64_t>(), py::arg("batch") = 0, py::arg("heads_q") = 0,
-        "The kernel for a mask kind, dtype, head dims and options, or None. For the backward pass of a document mask "
-        "it depends on the documents' number, the lengths and deterministic mode too; for the forward pass of a "
-        "composite mask without tensors on its ints and the lengths, of dense and causal ones on batch, heads and "
-        "lengths: few rows have small tiles.");
+  m.def(
+      "find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"), py::arg("head_dim"),
+      py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false, py::arg("dropout") = false,
+      py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false, py::arg("len_q") = 0,
+      py::arg("len_kv") = 0, py::arg("deterministic") = false, py::arg("mask_ints") = std::vector<int64_t>(),
+      py::arg("batch") = 0, py::arg("heads_q") = 0,
+      "The kernel for a mask kind, dtype, head dims and options, or None. For a document mask it depends on the "
+      "documents' number and the lengths too, for its backward pass on deterministic mode as well; for the forward "
+      "pass of a composite mask without tensors on its ints and the lengths, of dense and causal ones on batch, heads "
+      "and lengths: few rows have small tiles.");
   m.def("few_queries_kernel", torch::wrap_pybind_function(&few_queries_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("batch"), py::arg("heads_q"), py::arg("heads_kv"), py::arg("len_q"), py::arg("len_kv"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("alibi") = false, py::arg("from_start") = false,
@@ -404,8 +409,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("tile_counts", torch::wrap_pybind_function(&tile_counts), py::arg("mask"), py::arg("mask_ints"),
         py::arg("mask_tensors"), py::arg("batch"), py::arg("heads_q"), py::arg("len_q"), py::arg("len_kv"),
         py::arg("block_q"), py::arg("block_kv"), py::arg("heads_kv") = py::none(), py::arg("dropout") = false,
+        py::arg("least_packed") = 0,
         "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads. "
-        "dropout: as the kernels that drop weights lay them.");
+        "dropout: as the kernels that drop weights lay them; least_packed: as a kernel of documents of which that is "
+        "said "
+        "lays them.");
 }
 
 }  // namespace flashmsa::binding

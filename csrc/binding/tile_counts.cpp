@@ -6,6 +6,8 @@
 
 #include "mask/dilated.h"
 #include "mask/list.h"
+#include "mask/packed.h"
+#include "sched/plan.h"
 
 namespace flashmsa::binding {
 namespace {
@@ -63,26 +65,38 @@ bool differs_by_head(const MaskArgs& m) {
   return (m.row_begin != nullptr && m.row_stride_head != 0) || (Mask::kListed && m.list.stride_head != 0);
 }
 
-template <class Mask>
-TileCounts count_tiles(const AttentionParams& p, int32_t block_q, int32_t block_kv) {
-  typename Mask::Params params = Mask::make_params(p);
-  if constexpr (Mask::kKind == MaskKind::kComposite) {
-    // As the kernels that drop weights lay them: see fwd/launch.cuh.
-    if (p.dropout_p > 0) params.from_begin = false;
+// visit(block, first_row, last_row) for the blocks of rows of one slice.
+template <class Mask, class Visit>
+void for_each_block(const typename Mask::Params& params, int32_t len_q, int32_t batch, int32_t head, int32_t block_q,
+                    const Visit& visit) {
+  if constexpr (sched::kOwnRows<Mask>) {
+    for (int32_t number = 0; number < Mask::row_blocks(params, block_q); ++number) {
+      const typename Mask::Block block = Mask::block(params, batch, number, block_q);
+      if (block.first_row < block.end_row) visit(block, block.first_row, block.end_row - 1);
+    }
+  } else {
+    for (int64_t first = 0; first < len_q; first += block_q) {
+      const int32_t first_row = static_cast<int32_t>(first);
+      const int32_t last_row = static_cast<int32_t>(min_of<int64_t>(first + block_q, len_q)) - 1;
+      visit(Mask::block(params, batch, head, first_row, last_row), first_row, last_row);
+    }
   }
+}
+
+template <class Mask>
+TileCounts count_tiles_of(const AttentionParams& p, const typename Mask::Params& params, int32_t block_q,
+                          int32_t block_kv) {
   const int32_t heads = differs_by_head<Mask>(p.mask) ? p.heads_q : 1;
   TileCounts counts;
   for (int32_t slice = 0; slice < p.batch * heads; ++slice) {
-    for (int64_t first = 0; first < p.len_q; first += block_q) {
-      const int32_t first_row = static_cast<int32_t>(first);
-      const int32_t last_row = static_cast<int32_t>(min_of<int64_t>(first + block_q, p.len_q)) - 1;
-      const typename Mask::Block block = Mask::block(params, slice / heads, slice % heads, first_row, last_row);
+    const auto count = [&](const typename Mask::Block& block, int32_t first_row, int32_t last_row) {
       const typename Mask::Tiles tiles = Mask::tiles(params, block, first_row, last_row, block_kv);
       counts.full += tiles.count() - tiles.partial_count();
       counts.partial += tiles.partial_count();
       counts.skipped += ceil_div(p.len_kv, block_kv) - tiles.count();
       for (int32_t row = first_row; row <= last_row; ++row) counts.allowed_pairs += row_pairs<Mask>(params, block, row);
-    }
+    };
+    for_each_block<Mask>(params, p.len_q, slice / heads, slice % heads, block_q, count);
   }
   const int64_t alike = int64_t{p.residues} * p.heads_q / max_of(heads, 1);
   counts.full *= alike;
@@ -92,13 +106,26 @@ TileCounts count_tiles(const AttentionParams& p, int32_t block_q, int32_t block_
   return counts;
 }
 
+template <class Mask>
+TileCounts count_tiles(const AttentionParams& p, int32_t block_q, int32_t block_kv) {
+  typename Mask::Params params = Mask::make_params(p);
+  if constexpr (Mask::kKind == MaskKind::kComposite) {
+    // As the kernels that drop weights lay them: see fwd/launch.cuh.
+    if (p.dropout_p > 0) params.from_begin = false;
+  }
+  return count_tiles_of<Mask>(p, params, block_q, block_kv);
+}
+
 }  // namespace
 
-TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv) {
+TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv, int32_t least_packed) {
   // Weights are dropped by the composite mask's kernels.
   const bool simple = params.mask.kind < MaskKind::kComposite;
   if (params.dropout_p > 0 && simple) return count_tiles<mask::Composite>(params, block_q, block_kv);
   switch (params.mask.kind) {
+    case MaskKind::kDocument:
+      if (least_packed == 0) break;
+      return count_tiles_of<mask::Packed>(params, mask::Packed::make_params(params, least_packed), block_q, block_kv);
     case MaskKind::kDilated: {
       TileCounts sum;
       for (const AttentionParams& part : mask::split_by_residue(params)) {

@@ -16,6 +16,7 @@ struct TileCounts {
 
 // Over all batches and query heads. What params.mask points to is host memory; of a Hash mask, whose rows and keys are the
 // sorted ones, row_begin and row_end. A BlockSparse mask's tiles divide its cells of 128 x 128, or std::invalid_argument.
-TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv);
+// least_packed: of the kernel that runs a document mask (fwd::KernelInfo); 0 where none does.
+TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv, int32_t least_packed = 0);
 
 }  // namespace flashmsa::binding

@@ -40,6 +40,11 @@ struct Consumer {
   uint32_t round = 0;       // the tile at hand
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
 
+  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers.
+  static constexpr bool kTriesExponents = Score::kPlain && !Score::kDropout && Config::kQInRegisters && !kPaged<Mask> &&
+                                          !Mask::kListed && Config::kRegistersConsumer >= 232;
+  bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
+
   // ALiBi by a k-step of its own, see attn/places.cuh.
   static constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
   using Shift = std::conditional_t<kPlaces, attn::BlockShift, attn::NoShift>;
@@ -127,10 +132,15 @@ struct Consumer {
       sm90::ldmatrix_x4(x.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
                                                               2 * k + sm90::Matrix16x16::half(lane())));
     }
+  }
+
+  // Gives back what load_q() read.
+  // PERF: when the tile before is stored: then nobody waits for it. Directly behind the reads it cost 100 cycles a tile, since the
+  // last P V hides little (d128 4x4096 .3 %, 16x1024 1 %).
+  __device__ __forceinline__ void finish_q(const Scores& x) {
     // SYNC: the arrival would not wait for what is read.
     sm90::wait_ldmatrix(x.q);
-    __syncwarp();
-    release(shared.empty_q[stage]);
+    release_q();
   }
 
   // Tile `round`, as far as it can be prepared while the last P V of the tile before is in flight. False: there is none.
@@ -175,6 +185,11 @@ struct Consumer {
   __device__ __forceinline__ void wait_k() {
     shared.full_k[S::KvRing::stage(key_blocks)].wait(S::KvRing::full_parity(key_blocks));
     cross_to_wgmma();
+  }
+
+  // PERF: asked ahead, beside the exponentials, the answer is there when the block begins (d128 causal: 1 … 2 %).
+  __device__ __forceinline__ void look_for_k() {
+    k_is_there = shared.full_k[S::KvRing::stage(key_blocks)].test(S::KvRing::full_parity(key_blocks));
   }
 
   // SYNC: what cp.async wrote, which the wait before has made visible to this thread, becomes visible to its wgmmas.
@@ -338,6 +353,8 @@ struct Consumer {
       // PERF: most blocks meet no first run, and one test of an interval is a quarter of two.
       if (first_runs) {
         attn::apply_intervals(x.s, rows.keys, first_key, thread());
+      } else if constexpr (kMasksByBits<Mask, Config>) {
+        attn::apply_intervals_as_bits(x.s, keys, first_key, thread());
       } else {
         attn::apply_intervals(x.s, keys, first_key, thread());
       }
@@ -438,6 +455,22 @@ struct Consumer {
     attn::scale_rows(y.o, factor);
   }
 
+  // Steps 2 to 4 of a block, whose S is here, with the test behind the exponentials.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_trying(Scores& x, Output& y, const KeyBlock& block, const Rows& rows) {
+    if constexpr (kMasked) mask_scores(x, block, rows);
+    sm90::wgmma_wait<0>();
+    sm90::pin_registers(y.o);
+    release_v();
+    ++key_blocks;
+    look_for_k();
+    if (y.softmax.template try_exponentiate<Element>(x.s, y.p, params.scale_log2)) return;
+    float factor[2];
+    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
+    attn::scale_rows(y.o, factor);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
+  }
+
   // The first key block, whose S is here: softmax, P. O is still empty.
   __device__ __forceinline__ void first_block(Scores& x, Output& y, const KeyBlock& block, const Rows& rows,
                                               bool masked, const Kept& kept, const Shift& shift) {
@@ -462,10 +495,11 @@ struct Consumer {
   //   2. S(i) arrives: K(i) is free; mask it; does a row outgrow its reference?
   //   3. O arrives: V(i-1) and P are free; rescale O if so
   //   4. P(i) = 2^(S(i) - reference)
+  // kTriesExponents: 3 without the test, 4, the test, and where it fails rescale O and 4 again.
   template <bool kMasked>
   __device__ __forceinline__ void next_block(Scores& x, Output& y, KeyBlock block, const Rows& rows, Shift& shift,
                                              mask::Side side = mask::Side::kAmid) {
-    wait_k();  // 1
+    if (!kTriesExponents || !k_is_there) wait_k();  // 1
     if constexpr (kNeedsKeyBlocks<Mask, Score> && (kMasked || !(kPlaces || kOnlyPartialRows))) block = key_block();
     if constexpr (kPlaces && kMasked) side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
     if constexpr (kPlaces && !kMasked) {
@@ -481,6 +515,7 @@ struct Consumer {
     sm90::pin_registers(x.s);
     release_k();
     if constexpr (kCapInExponent<Score>) return finish_capped<kMasked>(x, y, block, rows, kept);
+    if constexpr (kTriesExponents) return finish_trying<kMasked>(x, y, block, rows);
     if constexpr (kPlaces) {
       if (kMasked && side == mask::Side::kAmid) modify_scores(x, block, rows);
     } else if constexpr (!Score::kPlain) {
@@ -620,6 +655,7 @@ struct Consumer {
     if constexpr (kPaged<Mask>) {
       if (step < partial) clear_unused(block);
     }
+    k_is_there = false;
     ++step;
     if constexpr (kPlaces) {
       attend_places(x, y, rows, shift, order, step, end);
@@ -757,7 +793,7 @@ struct Consumer {
       }
       sm90::fence_async_proxy();
       __syncwarp();
-      if constexpr (kPaged<Mask>) {
+      if constexpr (kOwnRows<Mask>) {
         if (first_row + sm90::kWarpRows > tile.end_row(params)) {
           store_few(pass * Config::kOColumns);
           continue;
@@ -902,7 +938,11 @@ struct Consumer {
       Span next = {};
       int32_t own_place = 0;
       const int32_t planned_steps = uniform(mine.steps), planned_back = uniform(mine.back);
-      if constexpr (!Config::kQInRegisters) wait_q(round);
+      if constexpr (Config::kQInRegisters) {
+        finish_q(x);
+      } else {
+        wait_q(round);
+      }
       // SYNC: before blocks are let pass, which takes both warpgroups where there are more of them than stages.
       if (planned_steps == 0) {
         begin_turn();

@@ -6,6 +6,7 @@
 #include "core/philox.h"
 #include "fwd/few_rows.h"
 #include "fwd/table.h"
+#include "mask/packed.h"
 
 namespace flashmsa::fwd {
 namespace {
@@ -13,7 +14,7 @@ namespace {
 const std::vector<KernelEntry>& table() {
   static const std::vector<KernelEntry> entries = [] {
     std::vector<KernelEntry> all;
-    // Of kernels alike the narrowest first: find() takes the first that is wide enough.
+    // Of kernels alike the narrowest first, then those for some calls alone: find() takes the first that serves.
     for (const auto& part : {entries_d64_bf16(),          entries_d64_fp16(),          entries_d96_bf16(),
                              entries_d96_fp16(),          entries_d128_bf16(),         entries_d128_fp16(),
                              entries_d192x128_bf16(),     entries_d192x128_fp16(),     entries_d192_bf16(),
@@ -50,7 +51,8 @@ const KernelEntry* find_of(MaskKind kind, const AttentionParams& params) {
   const auto serves = [&](const KernelInfo& info) {
     const bool options = info.softcap == softcap && info.alibi == alibi && info.dropout == dropout;
     const bool of_kind = info.mask == kind || (band && info.mask == mask::Band::kKind);
-    return of_kind && info.general == general && (general || options) && info.dtype == params.dtype &&
+    const bool too_long = info.short_documents && !mask::ShortPacked::serves(params);
+    return of_kind && !too_long && info.general == general && (general || options) && info.dtype == params.dtype &&
            info.head_dim_bucket >= params.head_dim && info.head_dim_v_bucket >= params.head_dim_v;
   };
   // Small tiles are a choice beside the narrowest kernel, of the same width.

@@ -16,6 +16,8 @@ struct KernelInfo {
   MaskKind mask;
   bool softcap, alibi;      // what it does to logits
   bool dropout;             // of weights
+  bool short_documents = false;  // serves documents of a mean length up to mask::ShortPacked::kMostLength alone
+  int32_t least_packed = 0;  // document masks: mean length from which on blocks of rows begin where documents do
   bool general;             // softcap, alibi and dropout in any order, as the call wants them
   DType dtype;
   int32_t head_dim_bucket;    // serves head_dim up to this

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   }
   // PERF: the first tile's number is known, so it is decoded beside the barriers' making.
   if (kKnowsFirstTile<Mask> && threadIdx.x == kSchedulerThread) {
-    decode_tile<Mask, Config>(params, blockIdx.x, shared.work[0]);
+    decode_tile<Mask, Config>(params, params.order, blockIdx.x, shared.work[0]);
   }
   __syncthreads();
 

@@ -13,13 +13,14 @@
 #include "fwd/forward.h"
 #include "fwd/kernel.cuh"
 #include "fwd/table.h"
+#include "mask/packed.h"
 #include "sched/plan.cuh"
 
 namespace flashmsa::fwd {
 
 // The grid of one call: its tiles and who plans them.
 struct Grid {
-  int32_t row_blocks;    // per sequence
+  int32_t row_blocks;    // per sequence; the most that there may be, where the plan says how many
   int32_t plan_batches;  // batches with a plan of their own; 0: no plan. Listed masks: slices
   sched::TileOrder order;
   int32_t ctas;
@@ -39,7 +40,11 @@ int32_t plan_batches(const AttentionParams& p) {
 template <class Mask, class Config>
 Grid make_grid(const AttentionParams& p, int32_t num_sms) {
   Grid grid;
-  grid.row_blocks = ceil_div(p.len_q, Config::kBlockQ);
+  if constexpr (sched::kOwnRows<Mask>) {
+    grid.row_blocks = Mask::row_blocks(Mask::make_params(p), Config::kBlockQ);
+  } else {
+    grid.row_blocks = ceil_div(p.len_q, Config::kBlockQ);
+  }
   grid.plan_batches = plan_batches<Mask>(p);
   // Where batches have plans of their own, one plan holds the row blocks of all of them and serves every head.
   const bool joint = !Mask::kListed && grid.plan_batches > 1;
@@ -100,6 +105,7 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   params.tile_counter = grid.counter ? reinterpret_cast<int32_t*>(space) : nullptr;
   params.plan =
       grid.plan_batches > 0 ? reinterpret_cast<sched::PlanEntry<Mask>*>(space + sched::kCounterBytes) : nullptr;
+  if constexpr (sched::kOwnRows<Mask>) params.planned.row_blocks = reinterpret_cast<int32_t*>(space) + 1;
   params.lse = p.lse;
   params.lse_stride_batch = p.lse_stride_batch;
   params.lse_stride_head = p.lse_stride_head;
@@ -191,6 +197,8 @@ KernelEntry make_entry() {
   if (Config::kHeadDimV != Config::kHeadDim) info.name += "x" + std::to_string(Config::kHeadDimV);
   info.name += kDType == DType::kF16 ? "_fp16" : "_bf16";
   info.mask = Mask::kKind;
+  info.short_documents = std::is_same_v<Mask, mask::ShortPacked>;
+  if constexpr (sched::kOwnRows<Mask>) info.least_packed = Mask::kLeastLength;
   info.softcap = Score::kSoftcap;
   info.alibi = Score::kAlibi;
   info.dropout = Score::kDropout;
@@ -210,12 +218,20 @@ KernelEntry make_entry() {
   return {info, &workspace_bytes<Mask, Config>, &launch<Mask, Config, Score>};
 }
 
+// As the forward kernels know a mask of the list.
+template <class Mask>
+using Known = std::conditional_t<std::is_same_v<Mask, mask::Document>, mask::Packed, Mask>;
+
 // One entry for every mask in the list, and bands before the composite masks that they are. ListConfig: of listed masks,
-// whose tiles have a cell's rows.
-template <class Config, class ListConfig>
+// whose tiles have a cell's rows. CompositeConfig: of composite masks, documents.
+template <class Config, class ListConfig, class CompositeConfig = Config>
 std::vector<KernelEntry> make_entries() {
-#define FLASHMSA_ENTRY(MaskName) \
-  make_entry<mask::MaskName, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, attn::PlainScore>(),
+  const auto entry_of = []<class Mask>(std::type_identity<Mask>) {
+    constexpr bool kPacks = std::is_same_v<Mask, mask::Composite> || std::is_same_v<Mask, mask::Packed>;
+    using Narrow = std::conditional_t<kPacks, CompositeConfig, Config>;
+    return make_entry<Mask, std::conditional_t<Mask::kListed, ListConfig, Narrow>, attn::PlainScore>();
+  };
+#define FLASHMSA_ENTRY(MaskName) entry_of(std::type_identity<Known<mask::MaskName>>()),
   return {make_entry<mask::Band, Config, attn::PlainScore>(), FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
 }
@@ -224,6 +240,12 @@ std::vector<KernelEntry> make_entries() {
 template <class Config>
 std::vector<KernelEntry> make_small_entries() {
   return {make_entry<mask::Dense, Config, attn::PlainScore>(), make_entry<mask::Causal, Config, attn::PlainScore>()};
+}
+
+// Short documents, ahead of the entries above: where both would do these are meant.
+template <class Config>
+std::vector<KernelEntry> make_short_document_entries() {
+  return {make_entry<mask::ShortPacked, Config, attn::PlainScore>()};
 }
 
 // Rows by index, for whose loading warps Config leaves enough registers.
@@ -238,7 +260,7 @@ std::vector<KernelEntry> make_interval_entries() {
   return {
       make_entry<mask::Dense, Config, attn::PlainScore>(),
       make_entry<mask::Causal, Config, attn::PlainScore>(),
-      make_entry<mask::Document, Config, attn::PlainScore>(),
+      make_entry<mask::Packed, Config, attn::PlainScore>(),
       make_entry<mask::Composite, CompositeConfig, attn::PlainScore>(),
   };
 }

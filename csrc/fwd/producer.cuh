@@ -11,10 +11,11 @@ template <class Mask, class Config>
 __device__ __forceinline__ Span span_of(const KernelParams<Mask>& params, const TileWork<Mask, Config>& work,
                                         int32_t first_row) {
   const int32_t count = work.entry.tiles.count();
-  if (first_row >= params.len_q) return {count, 0, 0};
+  const int32_t end_row = work.end_row(params);
+  if (first_row >= end_row) return {count, 0, 0};
   // PERF: looking for each warpgroup's own part of a list costs more than the blocks that it would skip.
   if (Mask::kListed || work.entry.tiles.partial_count() == 0) return {0, count, 0};
-  const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, params.len_q) - 1;
+  const int32_t last_row = min_of(first_row + sm90::kWarpgroupRows, end_row) - 1;
   if constexpr (Mask::kSpansPlanned) {
     // Without a plan there are no documents.
     return sched::span_of(work.entry.tiles, Mask::tiles_without_documents(params.mask, work.entry.block, first_row,
@@ -72,15 +73,16 @@ struct TilePlace {
 };
 
 template <class Mask>
-__device__ __forceinline__ TilePlace place_of(const KernelParams<Mask>& params, int32_t tile) {
+__device__ __forceinline__ TilePlace place_of(const KernelParams<Mask>& params, const sched::TileOrder& order,
+                                              int32_t tile) {
   TilePlace place;
   if constexpr (kKnowsFirstTile<Mask>) {
-    place.index = params.order_divisors.decode(params.order, tile);
+    place.index = params.order_divisors.decode(order, tile);
     place.sequence = params.by_heads_q.divide(place.index.slice);
     place.head = place.index.slice - place.sequence * params.heads_q;
     place.kv_head = params.by_q_heads_per_kv_head.divide(place.head);
   } else {
-    place.index = params.order.decode(tile);
+    place.index = order.decode(tile);
     place.sequence = place.index.slice / params.heads_q;
     place.head = place.index.slice % params.heads_q;
     place.kv_head = place.head / params.q_heads_per_kv_head;
@@ -90,13 +92,13 @@ __device__ __forceinline__ TilePlace place_of(const KernelParams<Mask>& params, 
 
 // Which rows, head and keys tile number `tile` of the grid stands for. Past the last: row_block < 0.
 template <class Mask, class Config>
-__device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, int32_t tile,
-                                            TileWork<Mask, Config>& work) {
-  if (tile >= params.order.count()) {
+__device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, const sched::TileOrder& order,
+                                            int32_t tile, TileWork<Mask, Config>& work) {
+  if (tile >= order.count()) {
     work.entry.row_block = -1;
     return;
   }
-  const TilePlace place = place_of(params, tile);
+  const TilePlace place = place_of(params, order, tile);
   work.head = place.head;
   work.kv_head = place.kv_head;
   work.batch = place.sequence;
@@ -108,14 +110,14 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
     }
   }
   if (Mask::kPlanned && params.plan != nullptr) {
-    const int64_t at = Mask::kListed ? int64_t{place.index.slice} * params.order.row_blocks + place.index.row_rank
-                                     : place.index.row_rank;
+    const int64_t at =
+        Mask::kListed ? int64_t{place.index.slice} * order.row_blocks + place.index.row_rank : place.index.row_rank;
     copy_entry<Mask>(params.plan[at], work.entry);
     if constexpr (Mask::kPlanned && !Mask::kListed) work.batch += work.entry.block.batch;
     if constexpr (Mask::kSpansPlanned) return;
   } else {
     // Bottom-up: under a causal mask the last rows are the longest.
-    work.entry.row_block = params.order.row_blocks - 1 - place.index.row_rank;
+    work.entry.row_block = order.row_blocks - 1 - place.index.row_rank;
     const int32_t first_row = work.entry.row_block * Config::kBlockQ;
     if constexpr (kIndexed<Mask>) return decode_indexed<Mask, Config>(params, first_row, work);
     const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
@@ -132,8 +134,7 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, in
   asm volatile("" ::: "memory");
 #pragma unroll 1
   for (int32_t w = 0; w < Config::kConsumerWarpgroups; ++w) {
-    work.set_span(
-        w, span_of<Mask, Config>(params, work, work.entry.row_block * Config::kBlockQ + w * sm90::kWarpgroupRows));
+    work.set_span(w, span_of<Mask, Config>(params, work, work.first_row() + w * sm90::kWarpgroupRows));
   }
 }
 
@@ -183,18 +184,21 @@ struct Scheduler {
   // begins with the longest tile goes on with the shortest; from then on any CTA that gets there first takes it.
   // PERF: by the counter alone a second tile is taken when the first one begins, by whoever happens to begin first: causal
   // 1x2048, two rounds, took 1.2 times as long.
-  __device__ __forceinline__ int32_t next_tile([[maybe_unused]] uint32_t round) {
+  __device__ __forceinline__ int32_t next_tile(const sched::TileOrder& order, [[maybe_unused]] uint32_t round) {
     int32_t before = gridDim.x;
     if constexpr (kKnowsFirstTile<Mask>) {
       if (round == 1) return 2 * gridDim.x - 1 - blockIdx.x;
       before *= 2;
     }
-    return params.tile_counter != nullptr ? before + atomicAdd(params.tile_counter, 1) : params.order.count();
+    return params.tile_counter != nullptr ? before + atomicAdd(params.tile_counter, 1) : order.count();
   }
 
   // on_tile(work, slot): what else a tile needs before it is published.
   template <class OnTile>
   __device__ __forceinline__ void run(const OnTile& on_tile) {
+    std::conditional_t<sched::kOwnRows<Mask>, sched::TileOrder, const sched::TileOrder&> order = params.order;
+    // NOTE: not more than there is room for, whatever another stream does to the workspace.
+    if constexpr (sched::kOwnRows<Mask>) order.row_blocks = min_of(order.row_blocks, *params.planned.row_blocks);
     int32_t tile = blockIdx.x;
     uint32_t round = 0;
     if constexpr (kKnowsFirstTile<Mask>) {
@@ -202,7 +206,7 @@ struct Scheduler {
       shared.full_work[0].arrive();
       cudaGridDependencySynchronize();
       shared.begun[0].wait_idly(S::WorkRing::full_parity(0));
-      tile = next_tile(++round);
+      tile = next_tile(order, ++round);
     } else {
       // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
       cudaGridDependencySynchronize();
@@ -210,12 +214,12 @@ struct Scheduler {
     for (;; ++round) {
       const uint32_t slot = S::WorkRing::stage(round);
       shared.empty_work[slot].wait(S::WorkRing::empty_parity(round));
-      decode_tile<Mask, Config>(params, tile, shared.work[slot]);
+      decode_tile<Mask, Config>(params, order, tile, shared.work[slot]);
       on_tile(shared.work[slot], slot);
       shared.full_work[slot].arrive();
-      if (tile >= params.order.count()) break;
+      if (tile >= order.count()) break;
       shared.begun[slot].wait_idly(S::WorkRing::full_parity(round));
-      tile = next_tile(round + 1);
+      tile = next_tile(order, round + 1);
     }
   }
 };
@@ -225,7 +229,7 @@ struct Scheduler {
 template <class Mask, class Config>
 __device__ __forceinline__ void load_first(const KernelParams<Mask>& params, Shared<Mask, Config>& shared) {
   using S = Shared<Mask, Config>;
-  const TilePlace place = place_of(params, blockIdx.x);
+  const TilePlace place = place_of(params, params.order, blockIdx.x);
   const int32_t first_row = (params.order.row_blocks - 1 - place.index.row_rank) * Config::kBlockQ;
   shared.full_q[0].arrive_expect(S::QTile::kBytes);
   sm90::load_tile<typename S::QTile>(shared.q[0], params.q, first_row, {place.head, place.sequence}, shared.full_q[0]);
@@ -266,8 +270,8 @@ struct Producer {
     const uint32_t stage = S::QRing::stage(round);
     shared.empty_q[stage].wait(S::QRing::empty_parity(round));
     shared.full_q[stage].arrive_expect(S::QTile::kBytes);
-    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(
-        shared.q[stage], params.q, tile.entry.row_block * Config::kBlockQ, tile.queries(), shared.full_q[stage]);
+    sm90::load_tile<typename S::QTile, kMapRank<Mask>>(shared.q[stage], params.q, tile.first_row(), tile.queries(),
+                                                       shared.full_q[stage]);
   }
 
   // The key block of a step.

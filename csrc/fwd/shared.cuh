@@ -7,6 +7,7 @@
 #include "attn/places.cuh"
 #include "attn/score.cuh"
 #include "fwd/config.h"
+#include "mask/band.h"
 #include "mask/interval.h"
 #include "sched/plan.h"
 #include "sched/tile_order.h"
@@ -17,9 +18,12 @@
 
 namespace flashmsa::fwd {
 
-// Keys on pages (prefill/paged.h): tiles have rows of one sequence each, and bring them along.
+// Keys on pages (prefill/paged.h).
 template <class Mask>
 inline constexpr bool kPaged = requires { requires Mask::kPaged; };
+// Tiles have rows of one sequence each, and bring them along.
+template <class Mask>
+inline constexpr bool kOwnRows = kPaged<Mask> || sched::kOwnRows<Mask>;
 // A tile's keys lie in groups of 8 that do not follow each other.
 template <class Mask>
 inline constexpr bool kScattered = requires { requires Mask::kScattered; };
@@ -38,6 +42,14 @@ inline constexpr uint32_t kFullArrivals = kIndexed<Mask> ? kLoaders<Mask> * 32 :
 template <class Mask>
 inline constexpr bool kKnowsFirstTile = Mask::kKind == MaskKind::kDense || Mask::kKind == MaskKind::kCausal;
 
+// How many entries the plan has, where order.row_blocks is but the most that there may be.
+template <bool kOwnRows>
+struct RowBlockCount {
+  const int32_t* row_blocks;
+};
+template <>
+struct RowBlockCount<false> {};
+
 template <class Mask>
 struct KernelParams {
   sm90::TensorMap q, k, v, out;
@@ -46,6 +58,7 @@ struct KernelParams {
   sched::TileOrder order;
   const sched::PlanEntry<Mask>* plan;  // order.row_blocks entries, for listed masks as many for each slice; or null
   int32_t* tile_counter;               // tiles handed out beyond the grid's first; null: one tile a CTA
+  [[no_unique_address]] RowBlockCount<sched::kOwnRows<Mask>> planned;
   float* lse;                          // (batch, heads_q, len_q) by strides; null: not wanted
   int64_t lse_stride_batch, lse_stride_head, lse_stride_seq, lse_stride_residue;
   const float* sinks;                  // (heads_q); null: none
@@ -68,19 +81,20 @@ struct KernelParams {
 
 using sched::Span;  // of a warpgroup's 64 rows
 // Spans that are not part of the plan.
-template <bool kPlanned>
+template <bool kPlanned, int32_t kSpans>
 struct OwnSpans {
-  Span spans[sched::kMaxSpans];
+  Span spans[max_of(kSpans, sched::kMaxSpans)];
 };
-template <>
-struct OwnSpans<true> {};
+template <int32_t kSpans>
+struct OwnSpans<true, kSpans> {};
 
 // What the producer tells the consumers about their next tile: its entry of the plan, planned or not (row_block negative:
 // no more tiles), and whose rows they are.
 template <class Mask, class Config>
 struct alignas(16) TileWork {
   sched::PlanEntry<Mask> entry;
-  OwnSpans<Mask::kSpansPlanned> own;
+  OwnSpans<Mask::kSpansPlanned, Config::kConsumerWarpgroups> own;
+  static_assert(!Mask::kSpansPlanned || Config::kConsumerWarpgroups <= sched::kMaxSpans);
   int32_t head;
   int32_t kv_head;
   int32_t batch;
@@ -103,14 +117,14 @@ struct alignas(16) TileWork {
 
   // Rows count in their sequence: the first, one past the last, and the row of Q that is the sequence's first.
   __device__ int32_t first_row() const {
-    if constexpr (kPaged<Mask>) {
+    if constexpr (kOwnRows<Mask>) {
       return entry.block.first_row;
     } else {
       return entry.row_block * Config::kBlockQ;
     }
   }
   __device__ int32_t end_row(const KernelParams<Mask>& params) const {
-    if constexpr (kPaged<Mask>) {
+    if constexpr (kOwnRows<Mask>) {
       return entry.block.end_row;
     } else {
       return params.len_q;
@@ -177,6 +191,13 @@ inline constexpr bool kCapInExponent = Score::kSoftcap && !Score::kAlibi;
 // Whether no row sees a key past its own position, whatever the call: none then stands before a block of keys.
 template <class Mask>
 inline constexpr bool kSeesNonePast = requires { requires Mask::kSeesNonePast; };
+
+// How a partial block is masked, see attn/masking.cuh: of masks without options, where cut blocks are many.
+// NOTE: not at head dim 96, where the kernel of documents would spill.
+template <class Mask, class Config>
+inline constexpr bool kMasksByBits =
+    Config::kHeadDim != 96 &&
+    (Mask::kKind == MaskKind::kCausal || Mask::kKind == MaskKind::kDocument || Mask::kKind == mask::kBandKind);
 
 // Composite masks run over strided tensors too.
 template <class Mask>

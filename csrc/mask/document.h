@@ -97,6 +97,21 @@ struct Document {
     return row_tiles<Document>(params, block, first_row, last_row, tile_size);
   }
 
+  // What a document's rows see; `document` may be any number from 0 on.
+  static FLASHMSA_HD Keys keys(const Params& params, int32_t batch, int32_t document) {
+    const int32_t* q = params.q_offsets + batch * params.offsets_stride;
+    const int32_t* kv = params.kv_offsets + batch * params.offsets_stride;
+    // NOTE: rows past the last offset see nothing; their empty interval lies where the last document ends.
+    if (document >= params.num_documents) {
+      const int32_t past = clamp(kv[params.num_documents], 0, params.len_kv);
+      return {past, past, 0};
+    }
+    const int32_t begin = clamp(kv[document], 0, params.len_kv);
+    const int32_t end = clamp(kv[document + 1], begin, params.len_kv);
+    const int64_t shift = int64_t{kv[document + 1]} - q[document + 1] + 1;
+    return {begin, end, static_cast<int32_t>(clamp<int64_t>(shift, INT32_MIN, INT32_MAX))};
+  }
+
   // The document of row i among [low, high): the d with q_offsets[d] <= i < q_offsets[d + 1]; of several candidates
   // (empty documents share an offset) the last. `high` when i lies past q_offsets[high].
   static FLASHMSA_HD int32_t find(const Params& params, int32_t batch, int32_t low, int32_t high, int32_t i) {
@@ -119,20 +134,6 @@ struct Document {
     // 64 bits: offsets are unchecked, the sum may not fit.
     const int64_t end = int64_t{i} + keys.shift;
     return {keys.begin, static_cast<int32_t>(clamp<int64_t>(end, keys.begin, keys.end))};
-  }
-
-  static FLASHMSA_HD Keys keys(const Params& params, int32_t batch, int32_t document) {
-    const int32_t* q = params.q_offsets + batch * params.offsets_stride;
-    const int32_t* kv = params.kv_offsets + batch * params.offsets_stride;
-    // NOTE: rows past the last offset see nothing; their empty interval lies where the last document ends.
-    if (document >= params.num_documents) {
-      const int32_t past = clamp(kv[params.num_documents], 0, params.len_kv);
-      return {past, past, 0};
-    }
-    const int32_t begin = clamp(kv[document], 0, params.len_kv);
-    const int32_t end = clamp(kv[document + 1], begin, params.len_kv);
-    const int64_t shift = int64_t{kv[document + 1]} - q[document + 1] + 1;
-    return {begin, end, static_cast<int32_t>(clamp<int64_t>(shift, INT32_MIN, INT32_MAX))};
   }
 };
 

@@ -15,7 +15,7 @@ struct PlanParams {
   typename Mask::Params mask;
   int32_t batches;  // with a plan of their own: 1 where heads and batches share one
   int32_t heads;  // listed masks: slice = batch * heads + head
-  int32_t row_blocks;  // per batch
+  int32_t row_blocks;  // per batch; kOwnRows: numbers of blocks
   int32_t block_q, block_kv;
   int32_t len_q;
   int32_t max_tiles;  // key tiles of the whole length
@@ -37,11 +37,12 @@ struct PlanSort {
 // Counting sort, longest first, in three steps: histogram of buckets, prefix sum, scatter. A thread keeps its first entry
 // where it has the registers, and makes the others again rather than store them. Which of two equal blocks comes first is
 // left to the atomics: no result depends on it. `make` gives entry i, `again` does for whoever did not keep it, `finish` adds
-// to it where it lies.
+// to it where it lies. kSomeEmpty: entries without rows are left out. Returns how many entries this thread's bucket and those
+// before it have: the last thread's are all.
 // SYNC: sort.bucket_start is zero, and a block barrier has said so.
-template <class Entry, class Make, class Again, class Finish>
-__device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, int32_t max_tiles, Entry* plan,
-                                             const Make& make, const Again& again, const Finish& finish) {
+template <bool kSomeEmpty = false, class Entry, class Make, class Again, class Finish>
+__device__ __forceinline__ int32_t sort_entries(PlanSort& sort, int32_t entries, int32_t max_tiles, Entry* plan,
+                                                const Make& make, const Again& again, const Finish& finish) {
   static_assert(kPlanBuckets == kPlanThreads, "one thread scans one bucket");
   int32_t (&bucket_start)[kPlanBuckets] = sort.bucket_start;
   int32_t (&warp_sums)[kPlanThreads / 32] = sort.warp_sums;
@@ -52,14 +53,16 @@ __device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, in
     return kPlanBuckets - 1 - min_of(entry.tiles.count() >> shift, kPlanBuckets - 1);
   };
 
+  const auto left_out = [](const Entry& entry) { return kSomeEmpty && entry.tiles.count() < 0; };
+
   // 1. Histogram.
   constexpr bool kKeepsFirst = sizeof(Entry) <= 64;
   Entry first = {};
 #pragma unroll 1
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
     const Entry entry = make(i);
-    atomicAdd(&bucket_start[bucket_of(entry)], 1);
     if (kKeepsFirst && i == thread) first = entry;
+    if (!left_out(entry)) atomicAdd(&bucket_start[bucket_of(entry)], 1);
   }
   __syncthreads();
 
@@ -82,12 +85,14 @@ __device__ __forceinline__ void sort_entries(PlanSort& sort, int32_t entries, in
   // 3. Scatter.
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
     const Entry entry = kKeepsFirst && i == thread ? first : again(i);
+    if (left_out(entry)) continue;
     const int32_t slot = atomicAdd(&bucket_start[bucket_of(entry)], 1);
     // Only offsets that another stream changes between the two passes could lead past the plan's end.
     if (slot >= entries) continue;
     plan[slot] = entry;
     finish(plan[slot]);
   }
+  return before + sum;
 }
 
 // PERF: the attention kernel waits for this one, so latency counts: the mask's offsets are read from memory once, together.
@@ -115,8 +120,10 @@ __global__ void __launch_bounds__(kPlanThreads)
     const int32_t batch = Mask::kListed ? slice / p.heads : index / p.row_blocks;
     return plan_row_block<Mask>(mask, batch, slice % p.heads, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
   };
-  sort_entries(sort, entries, p.max_tiles, plan, make_entry, make_entry,
-               [&](PlanEntry<Mask>& entry) { plan_spans(mask, entry, p.block_q, p.block_kv, p.len_q); });
+  const int32_t count = sort_entries<kOwnRows<Mask>>(
+      sort, entries, p.max_tiles, plan, make_entry, make_entry,
+      [&](PlanEntry<Mask>& entry) { plan_spans(mask, entry, p.block_q, p.block_kv, p.len_q); });
+  if (kOwnRows<Mask> && thread == kPlanThreads - 1) tile_counter[1] = count;
 }
 
 }  // namespace flashmsa::sched

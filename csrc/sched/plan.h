@@ -32,7 +32,7 @@ FLASHMSA_HD Span span_of(const Tiles& all, const Tiles& own) {
 }
 
 inline constexpr int32_t kSpanRows = 64;  // of a consumer warpgroup
-inline constexpr int32_t kMaxSpans = 3;   // in a row block
+inline constexpr int32_t kMaxSpans = 3;   // in a row block of a plan
 
 // The spans of a row block's 64-row parts, where the plan holds them.
 template <bool kPlanned>
@@ -49,16 +49,29 @@ struct alignas(16) PlanEntry : PlannedSpans<Mask::kSpansPlanned> {
   typename Mask::Block block;  // block.batch: the batch, where each has its own plan
 };
 
+// The tiles of a block without rows, which is left out of the plan: fewer than those of rows without keys.
+inline constexpr mask::KeyTiles kNoRows = {0, 0, 0, -1};
+
+// Whether a mask's blocks bring their rows along, and how many blocks there are is known on the device alone.
+template <class Mask>
+inline constexpr bool kOwnRows = requires { requires Mask::kOwnRows; };
+
 // The entry of one row block, wherever it is made: on the device ahead of the kernel, or by the kernel's scheduler.
 template <class Mask>
 FLASHMSA_HD PlanEntry<Mask> plan_row_block(const typename Mask::Params& params, int32_t batch, int32_t head,
                                            int32_t row_block, int32_t block_q, int32_t block_kv, int32_t len_q) {
-  const int32_t first_row = row_block * block_q;
-  const int32_t last_row = min_of(first_row + block_q, len_q) - 1;
   PlanEntry<Mask> entry;
   entry.row_block = row_block;
-  entry.block = Mask::block(params, batch, head, first_row, last_row);
-  entry.tiles = Mask::tiles(params, entry.block, first_row, last_row, block_kv);
+  if constexpr (kOwnRows<Mask>) {
+    entry.block = Mask::block(params, batch, row_block, block_q);
+    const int32_t first_row = entry.block.first_row, last_row = entry.block.end_row - 1;
+    entry.tiles = first_row > last_row ? kNoRows : Mask::tiles(params, entry.block, first_row, last_row, block_kv);
+  } else {
+    const int32_t first_row = row_block * block_q;
+    const int32_t last_row = min_of(first_row + block_q, len_q) - 1;
+    entry.block = Mask::block(params, batch, head, first_row, last_row);
+    entry.tiles = Mask::tiles(params, entry.block, first_row, last_row, block_kv);
+  }
   return entry;
 }
 
@@ -78,7 +91,7 @@ FLASHMSA_HD void plan_spans(const typename Mask::Params& params, PlanEntry<Mask>
   }
 }
 
-// Device workspace of one call: the grid's tile counter, then the plan.
+// Device workspace of one call: the grid's tile counter, the number of the plan's entries (kOwnRows), then the plan.
 inline constexpr size_t kCounterBytes = 16;
 
 template <class Mask>

@@ -1,4 +1,4 @@
-// Tiles that begin where documents do, against a look at every row and key (bwd/packed.h, mask/document.h).
+// Tiles that begin where documents do, against a look at every row and key (bwd/packed.h, mask/packed.h, mask/document.h).
 
 #include "bwd/packed.h"
 
@@ -6,6 +6,8 @@
 
 #include "check.h"
 #include "mask/document.h"
+#include "mask/packed.h"
+#include "sched/plan.h"
 
 namespace flashmsa::test {
 namespace {
@@ -96,6 +98,89 @@ void check_bounds(const Call& call) {
   }
 }
 
+mask::Packed::Params params_of(const Call& call, bool packed) {
+  return {{call.q_offsets.data(), call.kv_offsets.data(), call.documents(), 0, call.len_kv, call.causal},
+          packed,
+          call.len_q};
+}
+
+// A block of rows of the forward pass: what its rows see, and which of its tiles of keys they meet.
+void check_block(const Call& call, const mask::Packed::Params& params, const sched::PlanEntry<mask::Packed>& entry) {
+  const mask::Packed::Block& block = entry.block;
+  const int32_t origin = mask::Packed::origin(params, block);
+  const mask::Document::Block all = mask::Document::block(params, 0, 0, 0, call.len_q - 1);
+  for (int32_t i = block.first_row; i < block.end_row; ++i) {
+    const mask::Interval row = mask::Packed::row(params, block, i), meant = mask::Document::row(params, all, i);
+    CHECK(row.begin == meant.begin && row.end == meant.end, "row %d sees [%d, %d), not [%d, %d)", i, row.begin, row.end,
+          meant.begin, meant.end);
+    for (int32_t key = row.begin; key < row.end; ++key) {
+      const int32_t tile = (key - origin) / call.block_kv;
+      CHECK(key >= origin && tile >= entry.tiles.begin && tile < entry.tiles.end, "row %d, key %d", i, key);
+    }
+    const bool any_full = entry.tiles.full_begin < entry.tiles.full_end;
+    CHECK(!any_full || (row.begin <= origin + entry.tiles.full_begin * call.block_kv &&
+                        row.end >= origin + entry.tiles.full_end * call.block_kv),
+          "row %d does not see all keys of full tiles", i);
+  }
+  if (!params.packed || call.causal) return;
+  CHECK(entry.tiles.partial_count() <= 1, "%d partial tiles", entry.tiles.partial_count());
+}
+
+void check_blocks(const Call& call, bool packed) {
+  const mask::Packed::Params params = params_of(call, packed);
+  std::vector<int32_t> blocks(call.len_q, 0);
+  for (int32_t number = 0; number < mask::Packed::row_blocks(params, call.block_q); ++number) {
+    const auto entry =
+        sched::plan_row_block<mask::Packed>(params, 0, 0, number, call.block_q, call.block_kv, call.len_q);
+    const int32_t rows = entry.block.end_row - entry.block.first_row;
+    CHECK((rows <= 0) == (entry.tiles.count() < 0), "block %d of %d rows has %d tiles", number, rows,
+          entry.tiles.count());
+    CHECK(rows <= call.block_q, "block %d has %d rows", number, rows);
+    for (int32_t i = entry.block.first_row; i < entry.block.end_row; ++i) ++blocks[i];
+    check_block(call, params, entry);
+  }
+  for (int32_t i = 0; i < call.len_q; ++i) CHECK(blocks[i] == 1, "row %d is in %d blocks", i, blocks[i]);
+}
+
+// Whatever offsets hold, rows and keys stay in the tensors.
+void check_block_bounds(const Call& call, bool packed) {
+  const mask::Packed::Params params = params_of(call, packed);
+  for (int32_t number = 0; number < mask::Packed::row_blocks(params, call.block_q); ++number) {
+    const auto entry =
+        sched::plan_row_block<mask::Packed>(params, 0, 0, number, call.block_q, call.block_kv, call.len_q);
+    const int32_t first = entry.block.first_row, end = entry.block.end_row;
+    if (first >= end) continue;
+    CHECK(first >= 0 && end <= call.len_q && end - first <= call.block_q, "rows %d to %d", first, end);
+    CHECK(entry.tiles.count() >= 0 && entry.tiles.begin >= 0 && mask::Packed::origin(params, entry.block) >= 0 &&
+              mask::Packed::origin(params, entry.block) <= call.len_kv,
+          "keys of rows %d to %d", first, end);
+    for (int32_t i : {first, end - 1}) {
+      const mask::Interval row = mask::Packed::row(params, entry.block, i);
+      CHECK(row.begin >= 0 && row.begin <= row.end && row.end <= call.len_kv, "row %d sees [%d, %d)", i, row.begin,
+            row.end);
+    }
+  }
+}
+
+// Which kernels and blocks a mean length takes.
+void check_lengths() {
+  AttentionParams p;
+  p.mask.kind = MaskKind::kDocument;
+  p.len_q = 1 << 16;
+  const auto mean = [&](int32_t length) { p.mask.num_documents = p.len_q / length; };
+  using mask::Packed, mask::ShortPacked;
+  mean(64);
+  CHECK(ShortPacked::serves(p) && !ShortPacked::make_params(p).packed, "64");
+  mean(128);
+  CHECK(ShortPacked::serves(p) && ShortPacked::make_params(p).packed && Packed::make_params(p).packed, "128");
+  mean(1024);
+  CHECK(ShortPacked::serves(p), "1024");
+  mean(2048);
+  CHECK(!ShortPacked::serves(p) && Packed::make_params(p).packed, "2048");
+  p.mask.num_documents = 0;
+  CHECK(!ShortPacked::serves(p) && !Packed::make_params(p).packed, "none");
+}
+
 std::vector<int32_t> draw_offsets(Random& random, int32_t documents) {
   std::vector<int32_t> offsets = {random.between(0, 3) == 0 ? random.between(1, 70) : 0};
   for (int32_t d = 0; d < documents; ++d) {
@@ -105,6 +190,7 @@ std::vector<int32_t> draw_offsets(Random& random, int32_t documents) {
 }
 
 int run() {
+  check_lengths();
   Random random(53);
   for (int32_t trial = 0; trial < 600; ++trial) {
     const int32_t documents = random.between(1, 6);
@@ -115,6 +201,7 @@ int run() {
     call.len_q = max_of(1, call.q_offsets.back() + random.pick({0, 0, 1, 150, -40}));
     call.len_kv = max_of(1, call.kv_offsets.back() + random.pick({0, 0, 1, 150, -40}));
     check_call(call);
+    for (bool packed : {false, true}) check_blocks(call, packed);
   }
   for (int32_t trial = 0; trial < 20000; ++trial) {
     Call call = {{}, {}, random.between(1, 400), random.between(1, 400), 64, 128, random.between(0, 1) == 1};
@@ -125,6 +212,7 @@ int run() {
       }
     }
     check_bounds(call);
+    for (bool packed : {false, true}) check_block_bounds(call, packed);
   }
   return report("test_packed");
 }

@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "mask/list.h"
+#include "mask/packed.h"
 #include "sched/plan.h"
 #include "sched/tile_order.h"
 
@@ -101,7 +102,7 @@ int run() {
   CHECK(sched::plan_bytes<mask::Composite>(0) == 0, "no plan");
   // Entries are copied 16 bytes at a time.
   CHECK(sizeof(sched::PlanEntry<mask::Document>) % 16 == 0 && sizeof(sched::PlanEntry<mask::Composite>) % 16 == 0 &&
-            sizeof(sched::PlanEntry<mask::BlockSparse>) % 16 == 0,
+            sizeof(sched::PlanEntry<mask::BlockSparse>) % 16 == 0 && sizeof(sched::PlanEntry<mask::Packed>) % 16 == 0,
         "entries are not whole steps");
   CHECK(sched::plan_bytes<mask::Document>(100) == 100 * sizeof(sched::PlanEntry<mask::Document>), "one entry a block");
   return report("test_sched");

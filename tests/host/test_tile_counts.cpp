@@ -37,6 +37,23 @@ void check(const MaskCase& mask, int32_t block_q, int32_t block_kv) {
         mask.text().c_str());
 }
 
+// Documents as the GPU's kernels lay them: the same pairs, and no more tiles outside of documents than rows at their ends.
+void check_packed(const MaskCase& mask, int32_t block_q, int32_t block_kv) {
+  AttentionParams params;
+  mask.fill(params);
+  const binding::TileCounts grid = binding::count_tiles(params, block_q, block_kv);
+  const binding::TileCounts never = binding::count_tiles(params, block_q, block_kv, INT32_MAX);
+  CHECK(never.full == grid.full && never.partial == grid.partial && never.skipped == grid.skipped &&
+            never.allowed_pairs == grid.allowed_pairs,
+        "%s", mask.text().c_str());
+  const binding::TileCounts packed = binding::count_tiles(params, block_q, block_kv, 1);
+  CHECK(packed.allowed_pairs == grid.allowed_pairs, "%lld, not %lld, %s", static_cast<long long>(packed.allowed_pairs),
+        static_cast<long long>(grid.allowed_pairs), mask.text().c_str());
+  const int64_t whole = packed.full * block_kv;  // of at least one row
+  CHECK(whole <= packed.allowed_pairs && packed.allowed_pairs <= (packed.full + packed.partial) * block_q * block_kv,
+        "%s", mask.text().c_str());
+}
+
 // A dense mask by hand, and a list of one whole and one mixed cell that differs from head to head.
 void check_known() {
   MaskCase mask;
@@ -75,6 +92,7 @@ int run() {
         random_mask(random, random.between(1, 2), random.between(1, 260), random.between(0, 260), random.between(1, 3));
     const bool list = mask.kind == MaskKind::kBlockSparse;
     check(mask, list ? random.pick({64, 128}) : 64 * random.between(1, 3), random.pick({64, 128}));
+    if (mask.kind == MaskKind::kDocument) check_packed(mask, 64, 128);
   }
   return report("test_tile_counts");
 }

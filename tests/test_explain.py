@@ -506,7 +506,7 @@ def test_few_rows_have_small_tiles(
     assert any("small ones" in note for note in got.notes) == small
     for options in ({"softcap": 2.0}, {"alibi_slopes": torch.ones(heads, device="meta")}):
         assert "_small_" not in explain(q, k, v, mask, backend="sm90", **options).kernel
-    assert "_small_" not in explain(q, k, v, Document([0, 5, length]), backend="sm90").kernel
+    assert "_small_" not in explain(q, k, v, Document([0, 5, length]).to("meta"), backend="sm90").kernel
 
 
 @needs_kernels

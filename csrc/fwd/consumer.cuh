@@ -581,17 +581,19 @@ struct Consumer {
   }
 
   // Two warpgroups that begin a CTA together would stay in step for four blocks, with the tensor core idle during both
-  // softmaxes. So the first one's first S waits for the second's, once a CTA: under a causal mask it has the later keys.
-  // PERF: d128 1x1024 18.5 -> 16.4 us. The other way round causal calls lose 2 … 12 % at d256. With four warpgroups dense
-  // calls gain 1 % and, that way round, causal ones lose 4 … 8 %: left out.
-  static constexpr bool kTakesTurns = kKnowsFirstTile<Mask> && Config::kConsumerWarpgroups == 2;
+  // softmaxes. So the second one's first S waits for the first's, once a CTA.
+  // PERF: d128 1x1024 18.5 -> 16.4 us. Where key tiles are shorter than row tiles (d192, d256) causal calls lose 2 … 12 %: the
+  // first warpgroup lets a block pass there. With four warpgroups dense calls gain 1 % and causal ones lose 4 … 8 %.
+  static constexpr bool kTakesTurns = (Mask::kKind == MaskKind::kDense || Mask::kKind == MaskKind::kCausal) &&
+                                      Score::kPlain && !Score::kDropout && Config::kConsumerWarpgroups == 2 &&
+                                      Config::kBlockKv == Config::kBlockQ;
   static constexpr uint32_t kTurnBarrier = 4;
 
   __device__ __forceinline__ void begin_turn() const {
-    if (kTakesTurns && round == 0 && warpgroup == 0) sm90::bar_sync(kTurnBarrier, 2 * sm90::kWarpgroupThreads);
+    if (kTakesTurns && round == 0 && warpgroup == 1) sm90::bar_sync(kTurnBarrier, 2 * sm90::kWarpgroupThreads);
   }
   __device__ __forceinline__ void end_turn() const {
-    if (kTakesTurns && round == 0 && warpgroup == 1) sm90::bar_arrive(kTurnBarrier, 2 * sm90::kWarpgroupThreads);
+    if (kTakesTurns && round == 0 && warpgroup == 0) sm90::bar_arrive(kTurnBarrier, 2 * sm90::kWarpgroupThreads);
   }
 
   // All key blocks of the tile: partial ones first, then full ones without a test. Leaves the last P V to do.
@@ -941,6 +943,11 @@ struct Consumer {
       } else {
         wait_q(round);
       }
+      // SYNC: before blocks are let pass, which takes both warpgroups where there are more of them than stages.
+      if (planned_steps == 0) {
+        begin_turn();
+        end_turn();
+      }
       skip_blocks(mine.front);
       if (planned_steps > 0) {
         attend(x, y, mine);  // 1
@@ -953,8 +960,6 @@ struct Consumer {
         sm90::pin_registers(y.o);
         release_v();
       } else {
-        begin_turn();
-        end_turn();
         if constexpr (!Config::kQInRegisters) release_q();
         more = open_tile(x, round + 1, next);
       }

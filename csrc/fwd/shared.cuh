@@ -40,7 +40,7 @@ inline constexpr uint32_t kFullArrivals = kIndexed<Mask> ? kLoaders<Mask> * 32 :
 
 // Whether a CTA's first tile needs nothing that a kernel ahead of this one makes.
 template <class Mask>
-inline constexpr bool kKnowsFirstTile = !Mask::kPlanned && !kIndexed<Mask> && !kPaged<Mask>;
+inline constexpr bool kKnowsFirstTile = Mask::kKind == MaskKind::kDense || Mask::kKind == MaskKind::kCausal;
 
 // How many entries the plan has, where order.row_blocks is but the most that there may be.
 template <bool kOwnRows>

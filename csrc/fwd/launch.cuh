@@ -216,12 +216,15 @@ template <class Mask>
 using Known = std::conditional_t<std::is_same_v<Mask, mask::Document>, mask::Packed, Mask>;
 
 // One entry for every mask in the list, and bands before the composite masks that they are. ListConfig: of listed masks,
-// whose tiles have a cell's rows.
-template <class Config, class ListConfig>
+// whose tiles have a cell's rows. DocumentConfig: of documents.
+template <class Config, class ListConfig, class DocumentConfig = Config>
 std::vector<KernelEntry> make_entries() {
-#define FLASHMSA_ENTRY(MaskName)                                                                     \
-  make_entry<Known<mask::MaskName>, std::conditional_t<mask::MaskName::kListed, ListConfig, Config>, \
-             attn::PlainScore>(),
+#define FLASHMSA_ENTRY(Name)                                                                                      \
+  make_entry<                                                                                                     \
+      Known<mask::Name>,                                                                                          \
+      std::conditional_t<mask::Name::kListed, ListConfig,                                                         \
+                         std::conditional_t<std::is_same_v<mask::Name, mask::Document>, DocumentConfig, Config>>, \
+      attn::PlainScore>(),
   return {make_entry<mask::Band, Config, attn::PlainScore>(), FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
 }

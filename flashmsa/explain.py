@@ -228,12 +228,12 @@ def _kernel(q: Tensor, v: Tensor, wanted: Wanted, **facts: Any) -> dict[str, Any
 
 def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, wanted: Wanted) -> dict[str, Any] | None:
     kind, ints, tensors = lower(mask)
+    facts = {"batch": q.shape[0], "heads_q": q.shape[1], "len_q": q.shape[2], "len_kv": k.shape[2]}
     if kind == DOCUMENT:
-        documents = tensors[0].shape[-1] - 1
-        return _kernel(q, v, wanted, documents=documents, len_q=q.shape[2], len_kv=k.shape[2])
-    if kind != COMPOSITE or tensors:
-        return _kernel(q, v, wanted)
-    return _kernel(q, v, wanted, mask_ints=ints, len_q=q.shape[2], len_kv=k.shape[2])
+        facts["documents"] = tensors[0].shape[-1] - 1
+    if kind == COMPOSITE and not tensors:
+        facts["mask_ints"] = ints
+    return _kernel(q, v, wanted, **facts)
 
 
 def _backward_kernel(
@@ -300,6 +300,8 @@ def _how_it_runs(
             "rows of q, k and v are gathered in the order of the buckets, and the result is scattered back: the tiles "
             "counted are those of the sorted rows and keys"
         )
+    if kernel is not None and kernel["ctas_per_sm"] > 1:
+        yield f"so few rows that larger tiles would leave SMs idle: small ones, {kernel['ctas_per_sm']} CTAs an SM"
     if kernel is not None and wanted.mask_kind in (DENSE, CAUSAL, DOCUMENT) and kernel["mask"] == "composite":
         yield "with softcap, alibi_slopes or dropout_p this mask is run by the kernels of intersections"
 

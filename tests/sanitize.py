@@ -49,6 +49,13 @@ KNOWN = {
         "a key block's place: all lanes read it, the warp meets (__syncwarp), and lane 0 alone arrives where the "
         "producer waits before it writes; racecheck follows the lane that arrives, and not those that it met"
     ),
+    (
+        r"(?s)(?=.*(cp_async_bulk|DqWarpgroup<.*::load_step\())"
+        r"(?=.*(Pairs<.*::(statistic|hide|weigh)\(|DqWarpgroup<.*::run\())"
+    ): (
+        "a step's numbers in the backward pass: all lanes read them, the warp meets at a wgmma wait a step later or "
+        "at __syncwarp, and lane 0 alone arrives; where all lanes arrive racecheck is silent, and registers spill"
+    ),
 }
 
 # Calls by how their kernels' warps wait for wgmma. PTX asks the four of a warpgroup for one and the same

@@ -470,6 +470,45 @@ def test_few_queries_are_run_by_decode_kernels(mask: Mask | None, dtype: torch.d
     assert slopes.kernel.startswith("fwd_" if from_start else "decode_")
 
 
+FEW_ROWS = [
+    # dim, batch, heads, length; whether small tiles run, dense and causal
+    (64, 1, 32, 512, True, True),  # tiles of 64 rows: 396 run at a time at 64, 264 at 128
+    (64, 1, 99, 256, True, True),
+    (64, 1, 100, 256, False, False),
+    (64, 1, 33, 1024, False, True),  # up to 4/3 of that where most end early
+    (64, 1, 34, 1024, False, False),
+    (64, 16, 32, 64, True, True),  # three quarters of a larger tile would be empty
+    (64, 16, 32, 129, False, False),
+    (128, 1, 16, 512, True, True),
+    (128, 8, 16, 128, True, True),
+    (128, 2, 16, 529, False, True),
+    (128, 3, 16, 512, False, False),
+    (128, 16, 16, 65, False, False),
+    (128, 64, 16, 64, True, True),
+    (96, 1, 1, 64, False, False),  # other widths have none
+    (256, 1, 1, 64, False, False),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, Causal(), Causal(align="top-left")], ids=repr)
+@pytest.mark.parametrize(("dim", "batch", "heads", "length", "dense", "causal"), FEW_ROWS)
+def test_few_rows_have_small_tiles(
+    dim: int, batch: int, heads: int, length: int, dense: bool, causal: bool, mask: Mask | None, dtype: torch.dtype
+) -> None:
+    """As csrc/fwd/few_rows.h has it, under masks without a plan and without options."""
+    q, k, v = (x.to(dtype) for x in make(batch, (heads, heads), length, length, dim, device="meta"))
+    got = explain(q, k, v, mask, backend="sm90")
+    small = dense if mask is None else causal
+    assert got.kernel.startswith(f"fwd_{'dense' if mask is None else 'causal'}{'_small' if small else ''}_d{dim}_")
+    assert got.tile[0] == 64 if small else got.tile[0] > 64
+    assert any("small ones" in note for note in got.notes) == small
+    for options in ({"softcap": 2.0}, {"alibi_slopes": torch.ones(heads, device="meta")}):
+        assert "_small_" not in explain(q, k, v, mask, backend="sm90", **options).kernel
+    assert "_small_" not in explain(q, k, v, Document([0, 5, length]), backend="sm90").kernel
+
+
 @needs_kernels
 def test_few_queries_under_other_masks_are_not() -> None:
     q, k, v = make(len_q=4, len_kv=1024, dtype=torch.bfloat16)

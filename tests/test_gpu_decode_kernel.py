@@ -88,6 +88,19 @@ def test_plain_kernels_give_the_same_bits(lens: list[int], dim: int, len_q: int,
     assert all(torch.equal(x, y) for x, y in zip(plain, general, strict=True))
 
 
+@pytest.mark.parametrize("len_q", [1, 8])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("batch, length", [(1, 60000), (3, 50001), (40, 700), (128, 129), (130, 65), (30, 1)])
+def test_equal_sequences_are_as_any(batch: int, length: int, dim: int, len_q: int) -> None:
+    """Without lengths each warp that loads finds its share by itself, with them in the table that the others make."""
+    k, v = (torch.randn(batch, length, 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q, lens = queries(BF16, batch, 8, len_q, dim), torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    call = {"mask": DENSE.build(q.device), "return_lse": True}
+    equal = flashmsa.paged_attention(q, k, v, None, None, **call)
+    any_lengths = flashmsa.paged_attention(q, k, v, None, lens, **call)
+    assert all(torch.equal(x, y) for x, y in zip(equal, any_lengths, strict=True))
+
+
 def test_causal_forbids_one_query_nothing() -> None:
     """So that it is a plain call, cut like one without a mask."""
     cache = make_cache(BF16, [9000, 1, 0, 777], 16, 4, 128)

@@ -83,6 +83,27 @@ def test_every_kernel_over_ragged_sizes(dtype: torch.dtype, dim: int, family: st
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("family", ["dense", "causal"])
+def test_tiles_of_both_sizes(dtype: torch.dtype, dim: int, family: str) -> None:
+    """Few rows have small tiles at head dims 64 and 128. Of the others a CTA gets one, two and more here: the first two
+    of numbers that it knows, later ones from a counter."""
+    for heads, (len_q, len_kv) in [
+        (1, (300, 300)),
+        (4, (513, 1030)),
+        (70, (511, 200)),
+        (70, (513, 1030)),
+        (132, (640, 257)),
+        (264, (300, 511)),
+    ]:
+        q, k, v = make_qkv(sm90(dtype), 1, (heads, heads), len_q, len_kv, dim)
+        mask = mask_for(family, 1, len_q, len_kv)
+        kernel = flashmsa.explain(q, k, v, mask.build("cuda")).kernel
+        assert ("_small_" in kernel) == (dim in (64, 128) and heads < 70), kernel
+        run_and_check(sm90(dtype), q, k, v, mask, note=f"{heads} heads {len_q}x{len_kv} d{dim}")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     "family", ["causal", "document-cross-causal", "window-keep", "dilated", "hash-causal", "blocks"]
 )

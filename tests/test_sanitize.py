@@ -154,6 +154,25 @@ def test_a_known_report_is_counted_and_others_are_not_taken_for_it(first: str, s
     assert not findings_of(report, INVALID).clean
 
 
+@pytest.mark.parametrize(
+    "write, read",
+    [
+        (
+            "void cuda::ptx::cp_async_bulk<void>(space_cluster)+0xd3a0",
+            "Pairs<Config<A>>::statistic(unsigned int) const",
+        ),
+        ("flashmsa::bwd::DqWarpgroup<A, true>::load_step(const Step &)", "DqWarpgroup<A, true>::run()"),
+    ],
+)
+def test_a_step_of_the_backward_pass_is_known(write: str, read: str) -> None:
+    report = HAZARD.replace("flashmsa::fwd::kernel()+0x10", write)
+    report = report.replace("flashmsa::fwd::kernel()+0x20", f"flashmsa::bwd::{read}")
+    findings = findings_of(report)
+    assert findings.clean and sum(findings.known.values()) == 1
+    for other in ("store()", "send_some()"):
+        assert not findings_of(report.replace(read, other)).clean
+
+
 def test_synccheck_leaves_a_check_out_where_warps_wait_in_branches() -> None:
     left_out = ["--check-warpgroup-mma", "no"]
     assert sanitize.sanitizer_command("s", "synccheck", "in branches")[-2:] == left_out

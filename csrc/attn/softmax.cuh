@@ -1,8 +1,9 @@
 // Online softmax of one thread's two rows, in base 2 with the scale folded into the exponent.
 //
 // A row's weights are P = 2^(S * scale_log2 - reference), l = sum of P, O = P V. Any reference gives the same O / l; a
-// moving maximum keeps P in range. The reference follows the maximum only when it grows by more than 2^kLazyGrowth: until
-// then P stays below that, exact in its relative precision, and O and l need no rescale.
+// moving maximum keeps P in range. The reference follows the maximum only when it grows by more than 2^kLazyGrowth, or when
+// a block's P add up to more than kLargestSum (try_exponentiate): until then P stays below that, exact in its relative
+// precision, and O and l need no rescale.
 #pragma once
 
 #include <climits>
@@ -19,6 +20,9 @@ inline constexpr float kNegativeInfinity = -__builtin_huge_valf();
 inline constexpr float kLazyGrowth = 8.0f;
 // From here on the rounding of the bound itself would add to the growth: P would leave fp16's range at 2^25.
 inline constexpr float kLazyEnd = 0x1p20f;
+
+// PERF: as kLazyGrowth. Of up to 64 keys: equal logits do not reach it.
+inline constexpr float kLargestSum = 0x1p12f;
 
 // What a block's S lacks, the same number for all keys of a row: nothing, or ALiBi's slope times a distance.
 struct NoShift {
@@ -41,6 +45,7 @@ struct OnlineSoftmax {
   float sum[2] = {0.0f, 0.0f};  // over this thread's columns only, until finish()
   // Bits of the S that outgrows the reference. With shifts: of an S without any, and then of either sign.
   int32_t limit[2] = {kAlwaysOutgrown, kAlwaysOutgrown};
+  float sum_limit[2] = {0.0f, 0.0f};  // sum of a thread's P of one block that outgrows the reference; 0: any does
 
   static constexpr int32_t kAlwaysOutgrown = INT32_MIN;
 
@@ -114,6 +119,7 @@ struct OnlineSoftmax {
       factor[slot] = sm90::exp2_approx(old_reference + offset(slot));
       sum[slot] *= factor[slot];
       const float bound = (reference[slot] + kLazyGrowth) * inverse_scale_log2;
+      sum_limit[slot] = reference[slot] != kNegativeInfinity && reference[slot] < kLazyEnd ? kLargestSum : 0.0f;
       // NOTE: a bound below 0 may come to lie above it in a block with another shift.
       const bool lazy = bound >= (Shift::kNone ? 0.0f : kNegativeInfinity) && reference[slot] < kLazyEnd;
       limit[slot] = lazy ? __float_as_int(bound) : Shift::kNone ? kAlwaysOutgrown : __float_as_int(kNegativeInfinity);
@@ -137,6 +143,22 @@ struct OnlineSoftmax {
       sum[slot] += p0 + p1;
       p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(p0, p1));
     }
+  }
+
+  // The same, unless some row of the warp needs a new reference first, which the answer says, in all lanes alike: P is then to
+  // be made again, and the sums are as before. S stays either way.
+  // PERF: no test of S. wgmmas with A in registers are issued as the tensor core takes them, so next to nothing of the last
+  // P V is left when S is looked at, and a maximum lengthens the warpgroup's chain (d128 4x4096 dense: 6 %).
+  // NOTE: P is not negative, so its sum bounds each; NaN is below no limit.
+  template <class Element, int kCount>
+  __device__ __forceinline__ bool try_exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2) {
+    const float before[2] = {sum[0], sum[1]};
+    sum[0] = sum[1] = 0.0f;
+    exponentiate<Element>(s, p, scale_log2);
+    const bool outgrown = __any_sync(~0u, !(sum[0] < sum_limit[0]) || !(sum[1] < sum_limit[1]));
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) sum[slot] = outgrown ? before[slot] : before[slot] + sum[slot];
+    return !outgrown;
   }
 
   // The same in two parts, by an exponent of its own, exponent(S, -reference): in place first, packed when the registers of the P

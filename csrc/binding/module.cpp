@@ -238,6 +238,7 @@ py::dict describe(const fwd::KernelInfo& kernel) {
   d["threads"] = kernel.threads;
   d["registers_producer"] = kernel.registers_producer;
   d["registers_consumer"] = kernel.registers_consumer;
+  d["ctas_per_sm"] = kernel.ctas_per_sm;
   d["shared_memory"] = kernel.shared_memory;
   d["least_packed"] = kernel.least_packed;
   return d;
@@ -278,7 +279,8 @@ py::list backward_kernels() {
 
 py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int32_t head_dim_v, bool softcap,
                        bool alibi, bool dropout, bool backward, int32_t documents, bool causal, int32_t len_q,
-                       int32_t len_kv, bool deterministic, const std::vector<int64_t>& mask_ints) {
+                       int32_t len_kv, bool deterministic, const std::vector<int64_t>& mask_ints, int32_t batch,
+                       int32_t heads_q) {
 #ifdef FLASHMSA_WITH_CUDA
   BackwardParams call;
   AttentionParams& params = call.forward;
@@ -296,6 +298,8 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
   params.dtype = core_dtype(dtype);
   params.head_dim = head_dim;
   params.head_dim_v = head_dim_v;
+  params.batch = batch;
+  params.heads_q = heads_q;
   params.len_q = len_q;
   params.len_kv = len_kv;
   // NOTE: the composite mask's are in its tensors, and no kernel is chosen by them.
@@ -387,14 +391,16 @@ PYBIND11_MODULE(_C, m) {
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
   m.def("kernels", &kernels, "Every compiled sm_90a forward kernel, as dicts.");
   m.def("backward_kernels", &backward_kernels, "Every compiled sm_90a backward kernel, as dicts.");
-  m.def("find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"),
-        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false,
-        py::arg("dropout") = false, py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false,
-        py::arg("len_q") = 0, py::arg("len_kv") = 0, py::arg("deterministic") = false,
-        py::arg("mask_ints") = std::vector<int64_t>(),
-        "The kernel for a mask kind, dtype, head dims and options, or None. For a document mask it depends on the "
-        "documents' number and the lengths too, for its backward pass on deterministic mode as well; for the forward "
-        "pass of a composite mask without tensors on its ints and the lengths.");
+  m.def(
+      "find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"), py::arg("head_dim"),
+      py::arg("head_dim_v"), py::arg("softcap") = false, py::arg("alibi") = false, py::arg("dropout") = false,
+      py::arg("backward") = false, py::arg("documents") = 0, py::arg("causal") = false, py::arg("len_q") = 0,
+      py::arg("len_kv") = 0, py::arg("deterministic") = false, py::arg("mask_ints") = std::vector<int64_t>(),
+      py::arg("batch") = 0, py::arg("heads_q") = 0,
+      "The kernel for a mask kind, dtype, head dims and options, or None. For a document mask it depends on the "
+      "documents' number and the lengths too, for its backward pass on deterministic mode as well; for the forward "
+      "pass of a composite mask without tensors on its ints and the lengths, of dense and causal ones on batch, heads "
+      "and lengths: few rows have small tiles.");
   m.def("few_queries_kernel", torch::wrap_pybind_function(&few_queries_kernel), py::arg("mask"), py::arg("dtype"),
         py::arg("batch"), py::arg("heads_q"), py::arg("heads_kv"), py::arg("len_q"), py::arg("len_kv"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("alibi") = false, py::arg("from_start") = false,

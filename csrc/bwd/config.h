@@ -24,41 +24,46 @@ struct General {
   static constexpr bool kGeneral = true, kDropout = true, kPacked = false;
 };
 
-// Who accumulates what: each consumer warpgroup dK and dV of its own 64 keys, or one dV and the other dK of the same keys.
+// Who accumulates what: each consumer warpgroup dK and dV of its own 64 keys; or one dV and the other dK of the same keys, in
+// clusters of two CTAs that walk over the same queries.
 enum class Split { kByKeys, kByGradient };
 
 // What the kernels before and behind the main one have to know of it.
-template <class ElementType, bool kPackedValue, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kBlockKvValue>
+template <class ElementType, bool kPackedValue, int32_t kHeadDimValue, int32_t kBlockQValue, int32_t kClusterValue>
 struct Tiling {
   using Element = ElementType;
   static constexpr bool kPacked = kPackedValue;
   static constexpr int32_t kHeadDim = kHeadDimValue;  // bucket: serves head_dim and head_dim_v up to this
   static constexpr int32_t kBlockQ = kBlockQValue;    // rows of a step
-  static constexpr int32_t kBlockKv = kBlockKvValue;  // keys of a CTA
+  static constexpr int32_t kBlockKv = 128;            // keys of a key tile
+  static constexpr int32_t kCluster = kClusterValue;  // CTAs that share one
   static constexpr int32_t kPieces = kBlockQ / 64 * (kHeadDim / 64);  // of dQ in a step, 64 x 64
 };
 
-constexpr int32_t keys_of_cta(Split split) { return split == Split::kByKeys ? 128 : 64; }
+constexpr int32_t cluster_of(Split split) { return split == Split::kByKeys ? 1 : 2; }
 
 template <class ElementType, class ExtraType, int32_t kHeadDimValue, Split kSplitValue, int32_t kBlockQValue,
           int32_t kSubQValue, int32_t kStagesValue, int32_t kDsBuffersValue, int32_t kStagingsValue>
-struct Config : Tiling<ElementType, ExtraType::kPacked, kHeadDimValue, kBlockQValue, keys_of_cta(kSplitValue)> {
-  using Tiles = Tiling<ElementType, ExtraType::kPacked, kHeadDimValue, kBlockQValue, keys_of_cta(kSplitValue)>;
+struct Config : Tiling<ElementType, ExtraType::kPacked, kHeadDimValue, kBlockQValue, cluster_of(kSplitValue)> {
+  using Tiles = Tiling<ElementType, ExtraType::kPacked, kHeadDimValue, kBlockQValue, cluster_of(kSplitValue)>;
   using Extra = ExtraType;
   static constexpr Split kSplit = kSplitValue;
+  static constexpr int32_t kCtaKeys = Tiles::kBlockKv / Tiles::kCluster;
   static constexpr int32_t kSubQ = kSubQValue;        // rows of a step that a warpgroup takes at once
   static constexpr int32_t kStages = kStagesValue;    // steps of Q and dO in flight
   static constexpr int32_t kDsBuffers = kDsBuffersValue;  // of dS on its way to dQ
-  static constexpr int32_t kStagings = kStagingsValue;  // pieces of dQ on their way to memory
+  static constexpr int32_t kStagings = kStagingsValue;  // pieces of dQ on their way to memory; 0: from registers
   // Deterministic mode: steps whose turns end together, by one fence.
   static constexpr int32_t kTurns = kSplit == Split::kByKeys ? 2 : 1;
   // PERF: at head dim 64 a step's pieces of dQ leave together in the plain kernel too: piece by piece a call takes 6 to 11 %
   // longer, by the order in which the compiler puts the instructions then.
   static constexpr bool kHoldsPieces = kHeadDimValue == 64 && !ExtraType::kDropout;
-  static constexpr int32_t kRegistersProducer = 72;  // setmaxnreg
-  static constexpr int32_t kRegistersConsumer = 216;
+  // setmaxnreg. Where dQ leaves from registers, all of a step's are held there.
+  static constexpr int32_t kRegistersProducer = kStagings > 0 ? 72 : 88;
+  static constexpr int32_t kRegistersConsumer = kStagings > 0 ? 216 : 208;
   static constexpr int32_t kConsumerWarpgroups = 2;
   static constexpr int32_t kThreads = 128 * (kConsumerWarpgroups + 1);
+  static constexpr int32_t kCtaPieces = Tiles::kPieces / Tiles::kCluster;  // of dQ in a step, that a CTA has
   static constexpr bool kRowsShared = kSplit == Split::kByKeys;  // rows' keys come through shared memory
 };
 
@@ -69,6 +74,6 @@ using Config64 = Config<Element, Extra, 64, Split::kByKeys, 128, Extra::kGeneral
 template <class Element, class Extra>
 using Config128 = Config<Element, Extra, 128, Split::kByKeys, 64, Extra::kGeneral ? 32 : 64, 3, 1, 2>;
 template <class Element, class Extra>
-using Config256 = Config<Element, Extra, 256, Split::kByGradient, 64, Extra::kGeneral ? 32 : 64, 2, 2, 1>;
+using Config256 = Config<Element, Extra, 256, Split::kByGradient, 64, Extra::kGeneral ? 32 : 64, 2, 1, 0>;
 
 }  // namespace flashmsa::bwd

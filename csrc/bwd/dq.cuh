@@ -6,6 +6,7 @@
 #include "bwd/shared.cuh"
 #include "bwd/visible.cuh"
 #include "sm90/atomic.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -151,6 +152,7 @@ struct DqWarpgroup {
   using Mma = sm90::Wgmma<64, Element>;
   using DsOperand = sm90::MnMajor<typename S::DsTile>;
   using KOperand = sm90::MnMajor<typename S::KTile>;
+  using OtherOperand = sm90::MnMajor<typename S::OtherTile>;
   static constexpr int32_t kColumnPieces = Config::kHeadDim / 64;
   // Whether a step's pieces wait in shared memory until all are there, for their turn too, and dS is free meanwhile.
   static constexpr bool kHeld = (kOrdered || Config::kHoldsPieces) && Config::kStagings >= Config::kPieces;
@@ -161,13 +163,31 @@ struct DqWarpgroup {
 
   __device__ __forceinline__ uint32_t lane() const { return threadIdx.x % 32; }
   __device__ __forceinline__ uint32_t warp() const { return threadIdx.x / 32; }
+  __device__ __forceinline__ uint32_t rank() const { return rank_of_cta<Config>(); }
 
   __device__ __forceinline__ void load_keys() {
-    const int32_t first_key = first_key_of<Config>(key_tile, shared.own);
+    const int32_t tile_key = first_key_of<Config>(key_tile, shared.own);
+    const int32_t first_key = tile_key + rank() * Config::kCtaKeys;
     const sm90::Sequence from = {key_tile.kv_head, key_tile.batch, key_tile.residue};
-    shared.full_kv.arrive_expect(2 * S::KTile::kBytes);
+    shared.full_kv.arrive_expect(sizeof(shared.k) + sizeof(shared.v));
     sm90::load_tile<typename S::KTile, sm90::kStridedRank>(shared.k, params.k, first_key, from, shared.full_kv);
     sm90::load_tile<typename S::KTile, sm90::kStridedRank>(shared.v, params.v, first_key, from, shared.full_kv);
+    if constexpr (S::kClustered) {
+      sm90::load_tile<typename S::OtherTile, sm90::kStridedRank>(
+          shared.k + S::KTile::kBytes, params.k, tile_key + (rank() ^ 1u) * Config::kCtaKeys, from, shared.full_kv,
+          rank() * S::OtherTile::kColumns);
+    }
+  }
+
+  // SYNC: clusters: for both CTAs, which have released the stage in both.
+  __device__ static __forceinline__ void load_queries(char* tile, const sm90::TensorMap& tensor, int32_t row,
+                                                      sm90::Sequence from, sm90::Barrier& full) {
+    if constexpr (S::kClustered) {
+      sm90::load_tile_share<typename S::QTile, Config::kCluster, sm90::kStridedRank>(tile, tensor, row, from, full,
+                                                                                     rank_of_cta<Config>());
+    } else {
+      sm90::load_tile<typename S::QTile, sm90::kStridedRank>(tile, tensor, row, from, full);
+    }
   }
 
   // Q, dO, their numbers, and where pairs may be hidden their rows' keys. One thread.
@@ -182,11 +202,11 @@ struct DqWarpgroup {
     int32_t row = step.tile * Config::kBlockQ;
     if constexpr (Config::kPacked) row += shared.own.first_row - shared.own.begin * Config::kBlockQ;
     const sm90::Sequence from = {step.head, key_tile.batch, key_tile.residue};
-    sm90::load_tile<typename S::QTile, sm90::kStridedRank>(shared.q[stage], params.q, row, from, full);
+    load_queries(shared.q[stage], params.q, row, from, full);
     const int64_t sequence = params.sequence(key_tile.batch, step.head, key_tile.residue);
     copy(shared.stats[stage], params.prepared.stats + (sequence * params.q_tiles + step.tile) * (2 * Config::kBlockQ),
          S::kStatBytes, full);
-    sm90::load_tile<typename S::QTile, sm90::kStridedRank>(shared.dout[stage], params.dout, row, from, full);
+    load_queries(shared.dout[stage], params.dout, row, from, full);
     if (rows) {
       const int64_t plan = params.plan(key_tile.batch, step.head);
       const int64_t first = (plan * params.q_tiles + step.tile) * Config::kBlockQ;
@@ -207,10 +227,42 @@ struct DqWarpgroup {
     const uint64_t b = KOperand::descriptor(k + piece % kColumnPieces * S::KTile::kGroupBytes);
     sm90::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < Config::kBlockKv / 16; ++i) {
+    for (int i = 0; i < Config::kCtaKeys / 16; ++i) {
       Mma::template ss<true, true>(dq, a + DsOperand::step(i), b + KOperand::step(i), i > 0);
     }
     sm90::wgmma_commit();
+  }
+
+  // Clusters: the same of both CTAs' keys; `piece` counts this CTA's.
+  __device__ __forceinline__ void multiply_both(float (&dq)[32], int32_t piece, uint32_t buffer) {
+    const uint32_t ds = static_cast<uint32_t>(__cvta_generic_to_shared(shared.ds[buffer]));
+    const uint32_t k = static_cast<uint32_t>(__cvta_generic_to_shared(shared.k));
+    const uint64_t a = DsOperand::descriptor(ds);
+    const uint64_t own = KOperand::descriptor(k + rank() * S::OtherTile::kBytes + piece * S::KTile::kGroupBytes);
+    const uint64_t other = OtherOperand::descriptor(k + S::KTile::kBytes + piece * S::OtherTile::kGroupBytes);
+    constexpr int kSteps = Config::kCtaKeys / 16;
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      const uint64_t b = i < kSteps ? own + KOperand::step(i) : other + OtherOperand::step(i - kSteps);
+      Mma::template ss<true, true>(dq, a + DsOperand::step(i), b, i > 0);
+    }
+    sm90::wgmma_commit();
+  }
+
+  // A warp's part of it, from registers.
+  __device__ __forceinline__ void add_columns(const float (&dq)[32], int32_t piece, float* target, int32_t turn) {
+    float* to = target + (rank() * Config::kCtaPieces * DqPiece::kFloats + warp() * DqPiece::kWarpFloats + 4 * lane());
+#pragma unroll
+    for (int e = 0; e < 32; e += 4) {
+      float* at = to + piece * DqPiece::kFloats + DqPiece::offset(0, e);
+      const float4 x = {dq[e], dq[e + 1], dq[e + 2], dq[e + 3]};
+      if (kOrdered && turn == 0) {
+        *reinterpret_cast<float4*>(at) = x;
+      } else {
+        sm90::add4(at, x);
+      }
+    }
   }
 
   // A warp's part of a piece to shared memory, on its way to the sum.
@@ -249,7 +301,7 @@ struct DqWarpgroup {
     while (seen < turn) seen = sm90::load_relaxed(turns(at));
   }
   __device__ __forceinline__ int32_t* turns(int32_t at) const {
-    return params.prepared.turns + int64_t{at} * 4 + warp();
+    return params.prepared.turns + int64_t{at} * (4 * Config::kCluster) + 4 * rank() + warp();
   }
 
   // Ends the turns of the steps before, when there are kTurns of them or these are the last.
@@ -258,6 +310,8 @@ struct DqWarpgroup {
   __device__ __forceinline__ void end_turns(int32_t (&open)[Config::kTurns], int32_t& count, bool last) const {
     if (!last && ++count < Config::kTurns) return;
     count = 0;
+    // SYNC: the other lanes' additions are this one's too.
+    if constexpr (!S::kStaged) __syncwarp();
     if (sm90::elect()) {
       sm90::wait_stores();
       sm90::fence_gpu();
@@ -269,6 +323,28 @@ struct DqWarpgroup {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < Config::kTurns; ++i) open[i] = -1;
+  }
+
+  // Clusters: this CTA's columns of a step's dQ, added to the sum. They leave from registers: there is no shared memory for
+  // them.
+  __device__ __forceinline__ void sum_columns(int64_t place, int32_t turn, [[maybe_unused]] int32_t seen, uint32_t buffer,
+                                              int32_t (&open)[Config::kTurns], int32_t& steps) {
+#pragma unroll
+    for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) {
+      float dq[32];
+      multiply_both(dq, piece, buffer);
+      if (kOrdered && piece == 0) end_turns(open, steps, false);
+      sm90::wgmma_wait<0>();
+      sm90::pin_registers(dq);
+      if (piece == Config::kCtaPieces - 1 && lane() < Config::kCluster) {
+        sm90::arrive_at(sm90::map_shared(&shared.empty_ds[buffer].word, lane()));
+      }
+      if (kOrdered && piece == 0) {
+        if (sm90::elect()) wait_turn(static_cast<int32_t>(place), turn, seen);
+        __syncwarp();
+      }
+      add_columns(dq, piece, params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats), turn);
+    }
   }
 
   __device__ void run() {
@@ -306,29 +382,33 @@ struct DqWarpgroup {
       // SYNC: the four warps need not keep step. A stage is filled again only when all of them have read whose it was.
       __syncwarp();
       if (lane() == 0) shared.empty[at.stage].arrive();
-      float* target = params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats);
+      [[maybe_unused]] float* target = params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats);
       [[maybe_unused]] int32_t seen = 0;
       if (kOrdered && sm90::elect()) seen = sm90::load_relaxed(turns(static_cast<int32_t>(place)));
       shared.full_ds[buffer.stage].wait(buffer.parity);
+      if constexpr (S::kClustered) {
+        sum_columns(place, turn, seen, buffer.stage, open, steps);
+      } else {
 #pragma unroll
-      for (int32_t piece = 0; piece < Config::kPieces; ++piece) {
-        float dq[32];
-        multiply(dq, piece, buffer.stage);
-        // NOTE: behind a product in flight, and a step late: by now most additions are complete.
-        if (kOrdered && piece == 0) end_turns(open, steps, false);
-        sm90::wgmma_wait<0>();
-        sm90::pin_registers(dq);
-        if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
-        stage(dq, piece);
-        if (!kHeld && sm90::elect()) {
-          if (kOrdered && piece == 0) wait_turn(static_cast<int32_t>(place), turn, seen);
-          add(piece, target, turn);
+        for (int32_t piece = 0; piece < Config::kPieces; ++piece) {
+          float dq[32];
+          multiply(dq, piece, buffer.stage);
+          // NOTE: behind a product in flight, and a step late: by now most additions are complete.
+          if (kOrdered && piece == 0) end_turns(open, steps, false);
+          sm90::wgmma_wait<0>();
+          sm90::pin_registers(dq);
+          if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
+          stage(dq, piece);
+          if (!kHeld && sm90::elect()) {
+            if (kOrdered && piece == 0) wait_turn(static_cast<int32_t>(place), turn, seen);
+            add(piece, target, turn);
+          }
         }
-      }
-      if (kHeld && sm90::elect()) {
-        if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
+        if (kHeld && sm90::elect()) {
+          if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
 #pragma unroll
-        for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target, turn);
+          for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target, turn);
+        }
       }
       if constexpr (kOrdered) {
 #pragma unroll
@@ -338,7 +418,7 @@ struct DqWarpgroup {
     }
     if constexpr (kOrdered) end_turns(open, steps, true);
     // SYNC: shared memory outlives the copies that read it.
-    if (sm90::elect()) sm90::wait_stores_read();
+    if (S::kStaged && sm90::elect()) sm90::wait_stores_read();
   }
 };
 

@@ -1,5 +1,5 @@
-// The main kernel of the backward pass on sm_90a: a CTA owns 128 (d256: 64) keys of one kv head and walks over the queries that see
-// them.
+// The main kernel of the backward pass on sm_90a: a CTA, or at d256 a cluster of two with 64 each, owns 128 keys of one kv head
+// and walks over the queries that see them.
 //
 //   P = 2^(S scale - lse)   dV = P^T dO   dP = dO V^T   dS = P ∘ (dP - Δ)   dQ = scale dS K   dK = scale dS^T Q
 //
@@ -9,8 +9,10 @@
 // Roles       warpgroup 0: loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
 //             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh), and before that which query tiles there are.
 // Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
-// Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, done.
+// Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, finished.
 // Schedule    the numbered steps of the consumers.
+// Clusters    each CTA loads half of Q's and dO's columns, to both. dS^T goes to the other CTA as it goes to this one's dQ, and
+//             each has half of dQ's columns, of all 128 keys: half the bytes that the L2 gives and half of those that it adds.
 // Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h;
 //             the first of them stores.
 #pragma once
@@ -18,6 +20,7 @@
 #include "bwd/consumer.cuh"
 #include "bwd/dq.cuh"
 #include "bwd/split_consumer.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/registers.cuh"
 
 namespace flashmsa::bwd {
@@ -29,10 +32,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<Shared<Config>*>(shared_memory);
   const int32_t warpgroup = __shfl_sync(~0u, threadIdx.x / sm90::kWarpgroupThreads, 0);
+  const int32_t tile_index = blockIdx.x / Config::kCluster;
   [[maybe_unused]] KeyTile key_tile;
   [[maybe_unused]] OwnKeys<Config::kPacked> own;
   if constexpr (Config::kPacked) {
-    key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+    key_tile = key_tile_of<kOrdered>(params, tile_index);
     own = own_keys_of(params, key_tile);
     key_tile.tile = own.place;
     // A number of no tile has no results.
@@ -51,11 +55,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       shared.key_tile = key_tile;
       shared.own = own;
     } else {
-      shared.key_tile = key_tile_of<kOrdered>(params, blockIdx.x);
+      shared.key_tile = key_tile_of<kOrdered>(params, tile_index);
     }
     DqWarpgroup<Config, kOrdered>{params, shared, shared.key_tile}.load_keys();
   }
-  __syncthreads();
+  // SYNC: the barriers are there, in the other CTA too.
+  if constexpr (Config::kCluster > 1) {
+    __syncwarp();
+    sm90::cluster_sync();
+  } else {
+    __syncthreads();
+  }
   // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
   cudaGridDependencySynchronize();
   if constexpr (!Config::kPacked) {
@@ -75,6 +85,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       SplitConsumer<Config, Gradient::kKeys>(params, shared).run();
     }
+  }
+  // SYNC: shared memory and barriers outlive what the other CTA sends.
+  if constexpr (Config::kCluster > 1) {
+    __syncwarp();
+    sm90::cluster_arrive_relaxed();
+    sm90::cluster_wait();
   }
 }
 

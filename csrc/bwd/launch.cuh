@@ -68,8 +68,9 @@ Layout make_layout(const BackwardParams& b) {
   layout.two_runs = mask::Composite::make_params(p).two_runs;
   layout.firsts = take(layout.two_runs ? layout.plans * padded_rows : 0, sizeof(mask::Interval));
   layout.positions = take(p.alibi_slopes != nullptr ? layout.plans * padded_rows : 0, sizeof(int32_t));
-  layout.suspects = take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8, sizeof(int32_t));
-  layout.turns = take(b.deterministic ? layout.sequences * layout.q_tiles * 4 : 0, sizeof(int32_t));
+  layout.suspects = take(size_t{1} * layout.key_tiles * p.batch * p.residues * p.heads_kv * 8 * Config::kCluster,
+                         sizeof(int32_t));
+  layout.turns = take(b.deterministic ? layout.sequences * layout.q_tiles * 4 * Config::kCluster : 0, sizeof(int32_t));
   layout.packs = Config::kPacked;
   const size_t ordered = size_t{1} * layout.orders * layout.key_tiles;
   layout.longest = take(Config::kPacked ? 0 : ordered, sizeof(int32_t));
@@ -210,20 +211,22 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
 }
 
 template <class Kernel, class... Args>
-void launch_behind(Kernel kernel, int64_t ctas, int threads, size_t shared_bytes, cudaStream_t stream, Args... args) {
+void launch_behind(Kernel kernel, int64_t ctas, int cluster, int threads, size_t shared_bytes, cudaStream_t stream, Args... args) {
   FLASHMSA_CHECK_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
   // The kernel's launch and prologue overlap the one before (programmatic dependent launch).
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   FLASHMSA_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
@@ -249,12 +252,13 @@ void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
   preprocess_kernel<typename Config::Tiles>
       <<<static_cast<unsigned>(layout.orders + tiles), kPreprocessThreads, 0, stream>>>(preprocess);
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
-  const int64_t ctas = params.order.count();
+  const int64_t key_tiles = params.order.count();
   const auto kernel = main_kernel<Config>(b.deterministic);
-  launch_behind(kernel, ctas, Config::kThreads, sizeof(Shared<Config>), stream, params);
+  launch_behind(kernel, key_tiles * Config::kCluster, Config::kCluster, Config::kThreads, sizeof(Shared<Config>), stream,
+                params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
   postprocess_kernel<typename Config::Tiles>
-      <<<static_cast<unsigned>(max_of(blocks, 2 * ctas)), kPostprocessThreads, 0, stream>>>(
+      <<<static_cast<unsigned>(max_of(blocks, 2 * key_tiles)), kPostprocessThreads, 0, stream>>>(
           params, static_cast<int32_t>(blocks));
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }

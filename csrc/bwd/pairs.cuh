@@ -8,6 +8,7 @@
 #include "bwd/dropout.cuh"
 #include "bwd/shared.cuh"
 #include "bwd/visible.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -49,11 +50,32 @@ struct Pairs {
     const uint32_t warp = threadIdx.x / 32;
     return (Config::kSplit == Split::kByKeys ? warp - 4 : warp % 4) * sm90::kWarpRows;
   }
+  // The same within the key tile, and of all keys.
+  __device__ __forceinline__ uint32_t tile_key() const {
+    return warp_key() + rank_of_cta<Config>() * Config::kCtaKeys;
+  }
+  __device__ __forceinline__ int32_t first_key() const {
+    return shared.key_tile.tile * Config::kBlockKv + tile_key();
+  }
   __device__ __forceinline__ void release(sm90::Barrier& barrier) {
     if (lane() == 0) barrier.arrive();
   }
+  // In each CTA of the cluster.
+  __device__ __forceinline__ void release_all(sm90::Barrier& barrier) {
+    if constexpr (Config::kCluster > 1) {
+      if (lane() < Config::kCluster) sm90::arrive_at(sm90::map_shared(&barrier.word, lane()));
+    } else {
+      release(barrier);
+    }
+  }
   // A value that is the same in all lanes, made known as such: descriptors stay in uniform registers.
   static __device__ __forceinline__ int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
+
+  // A number that is computed where it stands. Kept over the loop, it takes a register that there is not.
+  static __device__ __forceinline__ uint32_t here(uint32_t x) {
+    if constexpr (Extra::kGeneral && Config::kSplit == Split::kByGradient) asm volatile("" : "+r"(x));
+    return x;
+  }
 
   // The queries of sub-step `sub` in a tile of Q or dO.
   static __device__ __forceinline__ uint32_t queries(const char* tile, int sub) {
@@ -94,7 +116,7 @@ struct Pairs {
     return sub * Config::kSubQ + 8 * (e / 4) + lane() % 4 * 2 + e % 2;
   }
   __device__ __forceinline__ int32_t key_of(int e) const {
-    return shared.key_tile.tile * Config::kBlockKv + warp_key() + lane() / 4 + 8 * sm90::Accumulator::row_slot(e);
+    return first_key() + lane() / 4 + 8 * sm90::Accumulator::row_slot(e);
   }
 
   // The keys of a step's rows: their main runs (0) or their first ones (1).
@@ -201,11 +223,10 @@ struct Pairs {
   __device__ __forceinline__ Kept draw(uint32_t stage, int sub) {
     const Step step = shared.step[stage];
     const int32_t first_query = step.tile * Config::kBlockQ + sub * Config::kSubQ;
-    const int32_t first_key = shared.key_tile.tile * Config::kBlockKv + warp_key();
     if constexpr (Extra::kGeneral) {
-      return draw_one_by_one<kPairs>(params, shared.key_tile, step.head, first_query, first_key);
+      return draw_one_by_one<kPairs>(params, shared.key_tile, step.head, first_query, here(first_key()));
     } else {
-      return draw_in_order<kPairs>(params.dropout, shared.key_tile.batch, step.head, first_query, first_key);
+      return draw_in_order<kPairs>(params.dropout, shared.key_tile.batch, step.head, first_query, first_key());
     }
   }
 
@@ -286,7 +307,7 @@ struct Pairs {
     return (first ^ (block % 4 * 32)) + block / 4 * S::DsTile::kGroupBytes;
   }
   __device__ __forceinline__ uint32_t first_block(const char* tile) const {
-    const uint32_t row = warp_key() + sm90::Matrix16x16::row(lane());
+    const uint32_t row = here(warp_key() + sm90::Matrix16x16::row(lane()));
     return address(tile) + S::DsTile::chunk_offset(row, sm90::Matrix16x16::half(lane()));
   }
   __device__ __forceinline__ void store_fragment(const Fragment& ds, char* tile, int sub) {
@@ -311,12 +332,12 @@ struct Pairs {
 
   // A gradient to memory, by way of shared rows that nobody needs any more.
   __device__ __forceinline__ void store(const float (&d)[kGradients], const sm90::TensorMap& tensor, char* staging) {
-    const int32_t first_key = shared.key_tile.tile * Config::kBlockKv + warp_key();
+    const int32_t first = first_key();
     stage(d, staging);
-    if (lane() == 0 && first_key < params.len_kv) send_all(tensor, staging, first_key);
+    if (lane() == 0 && first < params.len_kv) send_all(tensor, staging, first);
   }
   __device__ __forceinline__ void stage(const float (&d)[kGradients], char* staging) const {
-    attn::stage_rows<Element, typename S::KTile, kGradients>(d, 0, address(staging), warp_key());
+    attn::stage_rows<Element, typename S::KTile, kGradients>(d, 0, address(staging), here(warp_key()));
     sm90::fence_async_proxy();
     __syncwarp();
   }
@@ -330,7 +351,7 @@ struct Pairs {
   // Packed, what is staged: the next document's keys are another CTA's.
   __device__ __forceinline__ void send_own(const sm90::TensorMap& tensor, const TensorRef& rows, int32_t columns,
                                            const char* staging) const {
-    const int32_t first_key = shared.own.first_key + warp_key(), count = shared.own.end_key - first_key;
+    const int32_t first_key = shared.own.first_key + tile_key(), count = shared.own.end_key - first_key;
     if (count < sm90::kWarpRows) return send_some(rows, columns, staging, first_key, count);
     if (lane() == 0) send_all(tensor, staging, first_key);
   }

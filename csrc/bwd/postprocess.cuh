@@ -56,7 +56,7 @@ struct Postprocess {
     bool suspect = false;
     // Deterministic mode: rows to which no key tile came hold whatever was there.
     const int32_t* turns = params.prepared.turns;
-    const bool none = !Tiles::kPacked && turns != nullptr && turns[int64_t{block} / kBlocks * 4] == 0;
+    const bool none = !Tiles::kPacked && turns != nullptr && turns[int64_t{block} / kBlocks * 4 * Tiles::kCluster] == 0;
 #pragma unroll 1
     for (int32_t first = 0;;) {
       if (none) clear(dq);
@@ -135,10 +135,20 @@ struct Postprocess {
     pair.store(params.dq_rows, at, row, params.head_dim, dq, params.scale);
   }
 
-  // 16 keys of a warp of the main kernel.
-  __device__ void redo_keys(int32_t cta, int32_t consumer_warp) {
-    if (params.prepared.suspects[cta * 8 + consumer_warp] == 0) return;
-    const KeyTile tile = key_tile_of<true>(params, cta);
+  // Whether a warp of the main kernel has noted these 16 keys: one for both gradients, or in clusters one for each.
+  __device__ __forceinline__ bool noted(int32_t index, int32_t keys) const {
+    if constexpr (Tiles::kCluster == 1) {
+      return params.prepared.suspects[index * 8 + keys] != 0;
+    } else {
+      const int32_t* suspects = params.prepared.suspects + (index * Tiles::kCluster + keys / 4) * 8 + keys % 4;
+      return (suspects[0] | suspects[4]) != 0;
+    }
+  }
+
+  // 16 of a key tile's keys.
+  __device__ void redo_keys(int32_t index, int32_t keys) {
+    if (!noted(index, keys)) return;
+    const KeyTile tile = key_tile_of<true>(params, index);
     OwnKeys<Tiles::kPacked> own;
     int32_t end = params.len_kv;
     if constexpr (Tiles::kPacked) {
@@ -146,7 +156,7 @@ struct Postprocess {
       end = own.end_key;
     }
     const int32_t first =
-        first_key_of<Tiles>(tile, own) + consumer_warp % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
+        first_key_of<Tiles>(tile, own) + keys % (Tiles::kBlockKv / sm90::kWarpRows) * sm90::kWarpRows;
     for (int32_t i = 0; i < sm90::kWarpRows && first + i < end; ++i) redo_key(tile, own, first + i);
   }
 
@@ -187,7 +197,7 @@ struct Postprocess {
   }
 };
 
-// A CTA has 64 rows of dQ, or four warps of the main kernel, or both.
+// A CTA has 64 rows of dQ, or 64 keys, or both.
 template <class Tiles>
 __global__ void __launch_bounds__(kPostprocessThreads, 3)
     postprocess_kernel(const __grid_constant__ KernelParams params, int32_t blocks) {

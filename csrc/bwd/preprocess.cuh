@@ -320,8 +320,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   sums.gather(params, from, rows);
   if (params.prepared.turns == nullptr) {
     if (!Tiles::kPacked || rows.begin < rows.end) clear_dq<Tiles>(params, block);
-  } else if (threadIdx.x < 4) {
-    params.prepared.turns[int64_t{block} * 4 + threadIdx.x] = 0;
+  } else if (threadIdx.x < 4 * Tiles::kCluster) {
+    params.prepared.turns[int64_t{block} * (4 * Tiles::kCluster) + threadIdx.x] = 0;
   }
   __syncthreads();
   if (threadIdx.x < Tiles::kBlockQ) {

@@ -111,18 +111,22 @@ struct OwnKeys<true> : PackedKeys {};
 template <class Config>
 struct Shared {
   using QTile = sm90::SwizzledTile<Config::kBlockQ, Config::kHeadDim>;
-  using KTile = sm90::SwizzledTile<Config::kBlockKv, Config::kHeadDim>;
-  using DsTile = sm90::SwizzledTile<Config::kBlockKv, Config::kBlockQ>;  // dS^T
+  using KTile = sm90::SwizzledTile<Config::kCtaKeys, Config::kHeadDim>;
+  using OtherTile = sm90::SwizzledTile<Config::kCtaKeys, Config::kHeadDim / Config::kCluster>;
+  using DsTile = sm90::SwizzledTile<Config::kBlockKv, Config::kBlockQ>;  // dS^T, the CTA's own keys first
 
+  static constexpr bool kClustered = Config::kCluster > 1;
+  static constexpr bool kStaged = Config::kStagings > 0;
   static constexpr uint32_t kStatBytes = 2 * Config::kBlockQ * sizeof(float);
   static constexpr uint32_t kRunBytes = Config::kBlockQ * sizeof(mask::Interval);
 
-  alignas(1024) char k[KTile::kBytes];
+  // Clusters: behind its own the other CTA's keys, those columns of which this one computes dQ.
+  alignas(1024) char k[KTile::kBytes + (kClustered ? OtherTile::kBytes : 0)];
   alignas(1024) char v[KTile::kBytes];
   alignas(1024) char q[Config::kStages][QTile::kBytes];
   alignas(1024) char dout[Config::kStages][QTile::kBytes];
   alignas(1024) char ds[Config::kDsBuffers][DsTile::kBytes];
-  alignas(1024) float staging[Config::kStagings][DqPiece::kFloats];
+  alignas(kStaged ? 1024 : 16) float staging[kStaged ? Config::kStagings : 1][kStaged ? DqPiece::kFloats : 1];
   alignas(128) float stats[Config::kStages][2 * Config::kBlockQ];
   // Where the step is partial: the rows' main runs, and their first ones.
   alignas(128) mask::Interval rows[Config::kStages][2][Config::kRowsShared ? Config::kBlockQ : 1];
@@ -142,22 +146,21 @@ struct Shared {
   sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
 
   OwnKeys<Config::kPacked> own;
-
-  sm90::Barrier done;  // consumer warps (split)   consumers
+  sm90::Barrier finished;  // by gradient: consumer warps             they themselves
 
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
     full_kv.init(1);
     for (int s = 0; s < Config::kStages; ++s) {
       full[s].init(1);
-      empty[s].init(kConsumerWarps + 4);
+      empty[s].init(kConsumerWarps * Config::kCluster + 4);
     }
     for (int s = 0; s < Config::kDsBuffers; ++s) {
       full_p[s].init(4);
       full_ds[s].init(Config::kSplit == Split::kByKeys ? kConsumerWarps : 4);
-      empty_ds[s].init(4);
+      empty_ds[s].init(4 * Config::kCluster);
     }
-    if constexpr (Config::kSplit != Split::kByKeys) done.init(kConsumerWarps);
+    if constexpr (Config::kSplit == Split::kByGradient) finished.init(kConsumerWarps);
     sm90::fence_barrier_init();
   }
 };
@@ -175,6 +178,12 @@ struct Place {
     }
   }
 };
+
+// Of a CTA in its cluster.
+template <class Config>
+__device__ __forceinline__ uint32_t rank_of_cta() {
+  return Config::kCluster > 1 ? blockIdx.x % Config::kCluster : 0;
+}
 
 template <bool kOrdered>
 __device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32_t index) {

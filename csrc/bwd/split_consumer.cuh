@@ -53,7 +53,21 @@ struct SplitConsumer : Pairs<Config> {
     this->differentiate(dp, w, weights, kept, stage, sub);
     __syncwarp();
     this->store_fragment(weights, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
+    if (sub == kSubs - 1) publish(buffer.stage);
+  }
+
+  // dS^T, whole, to dQ's warpgroups of both CTAs.
+  // SYNC: they released the place in both before P^T took it.
+  __device__ __forceinline__ void publish(uint32_t buffer) {
+    constexpr uint32_t kBytes = sm90::kWarpRows * sm90::kSwizzleRowBytes;  // a warp's rows, in one run
+    sm90::fence_async_proxy();
+    __syncwarp();
+    if (!sm90::elect()) return;
+    const uint32_t other = rank_of_cta<Config>() ^ 1u;
+    const char* rows = shared.ds[buffer] + this->warp_key() * sm90::kSwizzleRowBytes;
+    shared.full_ds[buffer].arrive_expect(kBytes);
+    sm90::copy_across(sm90::map_shared(rows + Config::kCtaKeys * sm90::kSwizzleRowBytes, other), rows, kBytes,
+                      sm90::map_shared(&shared.full_ds[buffer].word, other));
   }
 
   __device__ __forceinline__ void step(float (&gradient)[kGradients], uint64_t rows, uint32_t stage, uint32_t before,
@@ -63,10 +77,11 @@ struct SplitConsumer : Pairs<Config> {
                                       Base::queries(kValues ? shared.q[stage] : shared.dout[stage], sub));  // 1
     Kept kept;
     if constexpr (kDropout) kept = this->draw(stage, sub);
+    sm90::wgmma_wait<1>();
+    if (sub == 0 && before != stage) this->release_all(shared.empty[before]);
     sm90::wgmma_wait<0>();
     sm90::pin_registers(pairs);
     sm90::pin_registers(gradient);
-    if (sub == 0 && before != stage) this->release(shared.empty[before]);
     Fragment weights;
     if constexpr (kValues) {
       make_p(pairs, weights, kept, stage, buffer, sub);  // 2
@@ -100,10 +115,9 @@ struct SplitConsumer : Pairs<Config> {
     sm90::pin_registers(gradient);
     const bool suspect = this->finish(gradient, kValues ? params.value_scale() : params.scale);
     this->note((kValues ? 0 : 4) + this->warp_key() / sm90::kWarpRows, suspect);
-    // SYNC: both warpgroups are done with Q, dO and V before these become room for results. No named barrier, at which the two
-    // would wait in two places: synccheck wants one.
-    this->release(shared.done);
-    shared.done.wait(0);
+    // SYNC: both are done with Q, dO and V before these become room for results.
+    this->release(shared.finished);
+    shared.finished.wait(0);
     if constexpr (Config::kPacked) {
       char* staging = kValues ? shared.v : shared.q[0];
       this->stage(gradient, staging);

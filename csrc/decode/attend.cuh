@@ -113,12 +113,16 @@ struct Attention {
   // Brings the queries of a sequence, of all tiles, to the L2; by 2 kGroupRows threads. PERF: behind the chunks that are
   // in flight they would take microseconds from memory.
   __device__ __forceinline__ void prefetch_queries(const Sequence& s, int32_t thread) const {
-    if (thread >= 2 * kGroupRows) return;
-    const RowPlace& place = shared.rows[thread / 2];
+    if (thread < 2 * kGroupRows) prefetch_row(s, thread / 2, thread % 2 * 64, 128);
+  }
+
+  // Columns `first`, first + step … of one of them, 64 together.
+  __device__ __forceinline__ void prefetch_row(const Sequence& s, int32_t row, int32_t first, int32_t step) const {
+    const RowPlace& place = shared.rows[row];
     if (place.query >= s.queries) return;
     const Element* from = static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch +
                           s.first_row * p.q.stride_seq + place.q_offset;
-    for (int32_t column = thread % 2 * 64; column < p.head_dim; column += 128) sm90::prefetch_l2(from + column);
+    for (int32_t column = first; column < p.head_dim; column += step) sm90::prefetch_l2(from + column);
   }
 
   // After shared.keys is written.

@@ -4,7 +4,8 @@
 //             16; each warp has one tile and, with the others of that tile, deals out the chunks of keys.
 // Shared      a ring of tiles of K and V, a chunk for each warp; O, references and sums of the warps: shared.cuh.
 // Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk; in a
-//             cluster pushed_full (bytes of the parts that other CTAs send) and the named ones kBegun and kAttended: merge.cuh.
+//             cluster pushed_full (bytes of the parts that other CTAs send). Named ones: kBegun (all threads: barriers, rows, table),
+//             kAttended (those that attend, in a cluster all: the warps' rows): merge.cuh.
 // Schedule    0. find the CTA's share from the lengths
 //             1. a part: queries to registers, the rows' keys to shared memory
 //             2. a chunk: wait K, S = Q K^T, softmax, wait V, O += P V
@@ -193,6 +194,20 @@ struct Cta {
     attention.prefetch_queries(sequence, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
   }
 
+  // The share of a warp that loads, where no table is needed.
+  __device__ __forceinline__ void load_equal() {
+    EqualWalk walk = EqualWalk::make<Config>(p);
+    if (walk.at < walk.to) {
+      // The first queries, as above; each thread those of the row whose place it has written.
+      walk.own.batch = static_cast<int32_t>(static_cast<uint32_t>(walk.at) / static_cast<uint32_t>(walk.own.units));
+      const int32_t row = static_cast<int32_t>(threadIdx.x) - Config::kAttending;
+      if (row < kGroupRows) attention.prefetch_row(walk.own, row, 0, 64);
+    }
+    // SYNC: barriers and rows are there, for those that attend. They wait once: one table holds all sequences.
+    sm90::bar_arrive(kBegun, Config::kThreads);
+    Loader<Config, EqualWalk>{p, shared, head, warp - Config::kWarps, walk}.run(ring);
+  }
+
   // 2 and 3 of a part, up to its rows in shared memory; after its rules are written.
   __device__ __forceinline__ void attend(const Sequence& sequence, int32_t begin, int32_t end) {
     attention.begin_part(sequence);
@@ -246,7 +261,7 @@ __device__ __forceinline__ void walk_share(const KernelParams& p, Shared<Config>
     bool unseen = false;
     if constexpr (kAttends) unseen = write_table(p, shared, base, before);
     // SYNC: the table is written; the first time also barriers and rows.
-    __syncthreads();
+    sm90::bar_sync(kBegun, Config::kThreads);
     const int32_t units = table_units(shared);
     if (counting || p.batch <= kTable) {
       total += units;
@@ -271,7 +286,7 @@ __device__ __forceinline__ void walk_share(const KernelParams& p, Shared<Config>
       before = base = 0;
     }
     // SYNC: the table is done with.
-    __syncthreads();
+    sm90::bar_sync(kBegun, Config::kThreads);
   }
 }
 
@@ -285,6 +300,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
     cta.template take_registers<false>();
     cta.begin();
     cta.write_rows();
+    if (Config::kPlain && p.equal) {
+      cta.load_equal();
+      return;
+    }
     if (p.query_pages != nullptr) [[unlikely]]
       prefetch_listed(p, cta.head, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
     walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {

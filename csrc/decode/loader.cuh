@@ -2,6 +2,8 @@
 // cp.async.
 #pragma once
 
+#include <type_traits>
+
 #include "decode/walk.cuh"
 #include "sm90/async_copy.cuh"
 #include "sm90/pool_box.cuh"
@@ -59,10 +61,10 @@ struct Loader {
   // Loads the tiles of the parts that are before `walk`. PERF: the two ways apart: what the compiler works out ahead of the loop
   // for rows took a hundred instructions, which came from memory, before the first piece too.
   __device__ __forceinline__ void run(RingPlace& ring) {
-    if (p.by_tma) [[likely]] {
+    if (std::is_same_v<Walk, EqualWalk> || p.by_tma) [[likely]] {
       run_by<true>(ring);
     } else {
-      run_by<false>(ring);
+      if constexpr (!std::is_same_v<Walk, EqualWalk>) run_by<false>(ring);
     }
   }
 

@@ -7,7 +7,7 @@ namespace flashmsa::fwd {
 
 template <class ElementType, int32_t kHeadDimValue, int32_t kHeadDimVValue, int32_t kBlockQValue, int32_t kBlockKvValue,
           int32_t kStagesValue, bool kQInRegistersValue, int32_t kQStagesValue, int32_t kOColumnsValue,
-          int32_t kRegistersProducerValue, int32_t kRegistersConsumerValue>
+          int32_t kRegistersProducerValue, int32_t kRegistersConsumerValue, int32_t kCtasPerSmValue = 1>
 struct Config {
   using Element = ElementType;
   static constexpr int32_t kHeadDim = kHeadDimValue;    // bucket: serves head_dim up to this
@@ -21,32 +21,43 @@ struct Config {
   static constexpr int32_t kOColumns = kOColumnsValue;    // columns of O staged at a time, in a buffer of its own
   static constexpr int32_t kRegistersProducer = kRegistersProducerValue;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = kRegistersConsumerValue;
+  static constexpr int32_t kCtasPerSm = kCtasPerSmValue;
   static constexpr int32_t kConsumerWarpgroups = kBlockQ / 64;
   static constexpr int32_t kThreads = 128 * (kConsumerWarpgroups + 1);
   // SYNC: the warpgroups share the registers of the launch, which has them in eights a thread; where these are not
   // enough one of them waits for ever.
   static_assert(128 * (kRegistersProducer + kRegistersConsumer * kConsumerWarpgroups) <=
-                65536 / kThreads / 8 * 8 * kThreads);
+                65536 / (kThreads * kCtasPerSm) / 8 * 8 * kThreads);
 };
 
 // PERF: what was measured beside these and lost is in benchmarks/NOTES.md.
 //                          head_dim  _v  block_q  block_kv  stages  q_regs  q_stages  o_columns  producer  consumer
 template <class Element>
-using Config64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
+using Config64 = Config<Element, 64, 64, 256, 64, 4, false, 1, 64, 32, 112>;
 template <class Element>
 using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
-// Documents: small tiles of keys, because the ends of tiles weigh more than their middles; short ones with the next tile's Q early.
-// PERF: over Config128 16 documents in 16384 tokens 1.08 … 1.12, causal 1.04 … 1.08, one document 1.04, causal 1.02; documents of a
-// mean length of 144 … 314 with Q early 1.06 … 1.14, causal 1.07 … 1.15, from 474 on slower so.
+// Documents: small tiles of keys, because the ends of tiles weigh more than their middles; short ones with the next Q early.
+// PERF: over Config128 (before its softmax went by sums) 16 documents in 16384 tokens 1.07 … 1.12, causal 1.04 … 1.09, one 1.04,
+// causal 1.02; documents of a mean length of 144 … 314 with Q early .97 … 1.08 of that, causal 1.02 … 1.08, from 474 on slower.
 template <class Element>
 using DocumentConfig128 = Config<Element, 128, 128, 192, 64, 4, false, 1, 64, 32, 160>;
 template <class Element>
 using ShortDocumentConfig128 = Config<Element, 128, 128, 192, 64, 3, false, 2, 64, 32, 160>;
+// At 64 of composite masks and with options: kernels that need more registers than four warpgroups leave. And of documents,
+// whose rows fill shorter tiles better.
+template <class Element>
+using CompositeConfig64 = Config<Element, 64, 64, 192, 128, 2, false, 2, 64, 32, 160>;
 // Block-sparse masks: a cell's rows.
 template <class Element>
 using ListConfig64 = Config<Element, 64, 64, 128, 128, 2, false, 2, 64, 40, 232>;
 template <class Element>
 using Config256 = Config<Element, 256, 256, 128, 64, 2, false, 1, 128, 40, 232>;
+
+// Of calls with so few rows that larger tiles would leave SMs idle: several small CTAs share an SM. See few_rows.h.
+template <class Element>
+using SmallConfig64 = Config<Element, 64, 64, 64, 64, 2, false, 2, 64, 32, 128, 3>;
+template <class Element>
+using SmallConfig128 = Config<Element, 128, 128, 64, 64, 2, true, 1, 128, 32, 216, 2>;
 
 // Between these, for masks that are intervals, without options: all else is served by the next wider config.
 template <class Element>

@@ -40,6 +40,11 @@ struct Consumer {
   uint32_t round = 0;       // the tile at hand
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
 
+  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers.
+  static constexpr bool kTriesExponents = Score::kPlain && !Score::kDropout && Config::kQInRegisters && !kPaged<Mask> &&
+                                          !Mask::kListed && Config::kRegistersConsumer >= 232;
+  bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
+
   // ALiBi by a k-step of its own, see attn/places.cuh.
   static constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
   using Shift = std::conditional_t<kPlaces, attn::BlockShift, attn::NoShift>;
@@ -127,10 +132,15 @@ struct Consumer {
       sm90::ldmatrix_x4(x.q[k], tile + S::QTile::chunk_offset(warp_row() + sm90::Matrix16x16::row(lane()),
                                                               2 * k + sm90::Matrix16x16::half(lane())));
     }
+  }
+
+  // Gives back what load_q() read.
+  // PERF: when the tile before is stored: then nobody waits for it. Directly behind the reads it cost 100 cycles a tile, since the
+  // last P V hides little (d128 4x4096 .3 %, 16x1024 1 %).
+  __device__ __forceinline__ void finish_q(const Scores& x) {
     // SYNC: the arrival would not wait for what is read.
     sm90::wait_ldmatrix(x.q);
-    __syncwarp();
-    release(shared.empty_q[stage]);
+    release_q();
   }
 
   // Tile `round`, as far as it can be prepared while the last P V of the tile before is in flight. False: there is none.
@@ -175,6 +185,11 @@ struct Consumer {
   __device__ __forceinline__ void wait_k() {
     shared.full_k[S::KvRing::stage(key_blocks)].wait(S::KvRing::full_parity(key_blocks));
     cross_to_wgmma();
+  }
+
+  // PERF: asked ahead, beside the exponentials, the answer is there when the block begins (d128 causal: 1 … 2 %).
+  __device__ __forceinline__ void look_for_k() {
+    k_is_there = shared.full_k[S::KvRing::stage(key_blocks)].test(S::KvRing::full_parity(key_blocks));
   }
 
   // SYNC: what cp.async wrote, which the wait before has made visible to this thread, becomes visible to its wgmmas.
@@ -440,6 +455,22 @@ struct Consumer {
     attn::scale_rows(y.o, factor);
   }
 
+  // Steps 2 to 4 of a block, whose S is here, with the test behind the exponentials.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_trying(Scores& x, Output& y, const KeyBlock& block, const Rows& rows) {
+    if constexpr (kMasked) mask_scores(x, block, rows);
+    sm90::wgmma_wait<0>();
+    sm90::pin_registers(y.o);
+    release_v();
+    ++key_blocks;
+    look_for_k();
+    if (y.softmax.template try_exponentiate<Element>(x.s, y.p, params.scale_log2)) return;
+    float factor[2];
+    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
+    attn::scale_rows(y.o, factor);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
+  }
+
   // The first key block, whose S is here: softmax, P. O is still empty.
   __device__ __forceinline__ void first_block(Scores& x, Output& y, const KeyBlock& block, const Rows& rows,
                                               bool masked, const Kept& kept, const Shift& shift) {
@@ -464,10 +495,11 @@ struct Consumer {
   //   2. S(i) arrives: K(i) is free; mask it; does a row outgrow its reference?
   //   3. O arrives: V(i-1) and P are free; rescale O if so
   //   4. P(i) = 2^(S(i) - reference)
+  // kTriesExponents: 3 without the test, 4, the test, and where it fails rescale O and 4 again.
   template <bool kMasked>
   __device__ __forceinline__ void next_block(Scores& x, Output& y, KeyBlock block, const Rows& rows, Shift& shift,
                                              mask::Side side = mask::Side::kAmid) {
-    wait_k();  // 1
+    if (!kTriesExponents || !k_is_there) wait_k();  // 1
     if constexpr (kNeedsKeyBlocks<Mask, Score> && (kMasked || !(kPlaces || kOnlyPartialRows))) block = key_block();
     if constexpr (kPlaces && kMasked) side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
     if constexpr (kPlaces && !kMasked) {
@@ -483,6 +515,7 @@ struct Consumer {
     sm90::pin_registers(x.s);
     release_k();
     if constexpr (kCapInExponent<Score>) return finish_capped<kMasked>(x, y, block, rows, kept);
+    if constexpr (kTriesExponents) return finish_trying<kMasked>(x, y, block, rows);
     if constexpr (kPlaces) {
       if (kMasked && side == mask::Side::kAmid) modify_scores(x, block, rows);
     } else if constexpr (!Score::kPlain) {
@@ -547,6 +580,20 @@ struct Consumer {
     return order;
   }
 
+  // Two warpgroups that begin a CTA together would stay in step for four blocks, with the tensor core idle during both
+  // softmaxes. So the first one's first S waits for the second's, once a CTA: under a causal mask it has the later keys.
+  // PERF: d128 1x1024 18.5 -> 16.4 us. The other way round causal calls lose 2 … 12 % at d256. With four warpgroups dense
+  // calls gain 1 % and, that way round, causal ones lose 4 … 8 %: left out.
+  static constexpr bool kTakesTurns = kKnowsFirstTile<Mask> && Config::kConsumerWarpgroups == 2;
+  static constexpr uint32_t kTurnBarrier = 4;
+
+  __device__ __forceinline__ void begin_turn() const {
+    if (kTakesTurns && round == 0 && warpgroup == 0) sm90::bar_sync(kTurnBarrier, 2 * sm90::kWarpgroupThreads);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if (kTakesTurns && round == 0 && warpgroup == 1) sm90::bar_arrive(kTurnBarrier, 2 * sm90::kWarpgroupThreads);
+  }
+
   // All key blocks of the tile: partial ones first, then full ones without a test. Leaves the last P V to do.
   __device__ __forceinline__ void attend(Scores& x, Output& y, const Span& mine) {
     wait_k();
@@ -559,7 +606,9 @@ struct Consumer {
           places->slope_descriptor() + PlaceOperands<Config>::slot_step(uniform(S::WorkRing::stage(round)));
       side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
     }
+    begin_turn();
     issue_scores<kPlaces>(x, side);
+    end_turn();
 
     // In the shadow of the first S: what the rows may see, and how many blocks need a test.
     // PERF: a copy, which the compiler makes better loops of (d128: 2 %), where the registers suffice.
@@ -604,6 +653,7 @@ struct Consumer {
     if constexpr (kPaged<Mask>) {
       if (step < partial) clear_unused(block);
     }
+    k_is_there = false;
     ++step;
     if constexpr (kPlaces) {
       attend_places(x, y, rows, shift, order, step, end);
@@ -886,7 +936,11 @@ struct Consumer {
       Span next = {};
       int32_t own_place = 0;
       const int32_t planned_steps = uniform(mine.steps), planned_back = uniform(mine.back);
-      if constexpr (!Config::kQInRegisters) wait_q(round);
+      if constexpr (Config::kQInRegisters) {
+        finish_q(x);
+      } else {
+        wait_q(round);
+      }
       skip_blocks(mine.front);
       if (planned_steps > 0) {
         attend(x, y, mine);  // 1
@@ -899,6 +953,8 @@ struct Consumer {
         sm90::pin_registers(y.o);
         release_v();
       } else {
+        begin_turn();
+        end_turn();
         if constexpr (!Config::kQInRegisters) release_q();
         more = open_tile(x, round + 1, next);
       }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "core/philox.h"
+#include "fwd/few_rows.h"
 #include "fwd/table.h"
 #include "mask/packed.h"
 
@@ -18,12 +19,14 @@ const std::vector<KernelEntry>& table() {
                              entries_d96_fp16(),          entries_d128_bf16(),         entries_d128_fp16(),
                              entries_d192x128_bf16(),     entries_d192x128_fp16(),     entries_d192_bf16(),
                              entries_d192_fp16(),         entries_d256_bf16(),         entries_d256_fp16(),
-                             score_entries_d64_bf16(),    score_entries_d64_fp16(),    score_entries_d128_bf16(),
-                             score_entries_d128_fp16(),   score_entries_d256_bf16(),   score_entries_d256_fp16(),
-                             dropout_entries_d64_bf16(),  dropout_entries_d64_fp16(),  dropout_entries_d128_bf16(),
-                             dropout_entries_d128_fp16(), dropout_entries_d256_bf16(), dropout_entries_d256_fp16(),
-                             hash_entries_d64_bf16(),     hash_entries_d64_fp16(),     hash_entries_d128_bf16(),
-                             hash_entries_d128_fp16(),    hash_entries_d256_bf16(),    hash_entries_d256_fp16()}) {
+                             small_entries_d64_bf16(),    small_entries_d64_fp16(),    small_entries_d128_bf16(),
+                             small_entries_d128_fp16(),   score_entries_d64_bf16(),    score_entries_d64_fp16(),
+                             score_entries_d128_bf16(),   score_entries_d128_fp16(),   score_entries_d256_bf16(),
+                             score_entries_d256_fp16(),   dropout_entries_d64_bf16(),  dropout_entries_d64_fp16(),
+                             dropout_entries_d128_bf16(), dropout_entries_d128_fp16(), dropout_entries_d256_bf16(),
+                             dropout_entries_d256_fp16(), hash_entries_d64_bf16(),     hash_entries_d64_fp16(),
+                             hash_entries_d128_bf16(),    hash_entries_d128_fp16(),    hash_entries_d256_bf16(),
+                             hash_entries_d256_fp16()}) {
       all.insert(all.end(), part.begin(), part.end());
     }
     return all;
@@ -52,10 +55,20 @@ const KernelEntry* find_of(MaskKind kind, const AttentionParams& params) {
     return of_kind && !too_long && info.general == general && (general || options) && info.dtype == params.dtype &&
            info.head_dim_bucket >= params.head_dim && info.head_dim_v_bucket >= params.head_dim_v;
   };
+  // Small tiles are a choice beside the narrowest kernel, of the same width.
+  const KernelEntry* found = nullptr;
   for (const KernelEntry& entry : table()) {
-    if (serves(entry.info)) return &entry;
+    if (!serves(entry.info)) continue;
+    if (entry.info.ctas_per_sm == 1) {
+      if (found == nullptr) found = &entry;
+      continue;
+    }
+    const bool as_narrow = found != nullptr && entry.info.head_dim_bucket == found->info.head_dim_bucket &&
+                           entry.info.head_dim_v_bucket == found->info.head_dim_v_bucket;
+    if (as_narrow && has_few_rows(params, {entry.info.block_q, entry.info.ctas_per_sm}, found->info.block_q))
+      return &entry;
   }
-  return nullptr;
+  return found;
 }
 
 // Every mask but a list is a composite one too, whose kernels have all options.

@@ -28,14 +28,16 @@ struct KernelInfo {
   int32_t consumer_warpgroups;
   int32_t threads;
   int32_t registers_producer, registers_consumer;
-  int32_t shared_memory;    // bytes
+  int32_t ctas_per_sm;      // more than 1: small tiles, for few rows
+  int32_t shared_memory;    // bytes of a CTA
 };
 
 // Every compiled kernel. Empty when the extension was built without CUDA.
 std::vector<KernelInfo> kernels();
 
 // The kernel that would run these params (mask kind, softcap, ALiBi, dropout, dtype, head dims): of those that can, the
-// narrowest. nullptr where none exists. Softcap, ALiBi and dropout turn dense, causal and document masks into composite
+// narrowest; with small tiles where there are few rows (few_rows.h). nullptr where none exists. Softcap, ALiBi and
+// dropout turn dense, causal and document masks into composite
 // ones. A hash mask has kernels of its own, which take rows and keys as they are; where the kernel found is another's, it
 // runs them in sorted order.
 const KernelInfo* find_kernel(const AttentionParams& params);

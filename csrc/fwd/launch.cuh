@@ -24,7 +24,7 @@ struct Grid {
   int32_t plan_batches;  // batches with a plan of their own; 0: no plan. Listed masks: slices
   sched::TileOrder order;
   int32_t ctas;
-  bool counter;          // more tiles than CTAs: tiles are handed out by an atomic counter
+  bool counter;          // more tiles than each CTA knows for itself: the rest is handed out by an atomic counter
 };
 
 // How many batches differ in their plans: see Grid.
@@ -49,9 +49,11 @@ Grid make_grid(const AttentionParams& p, int32_t num_sms) {
   // Where batches have plans of their own, one plan holds the row blocks of all of them and serves every head.
   const bool joint = !Mask::kListed && grid.plan_batches > 1;
   const int32_t slices = joint ? p.heads_q : p.batch * p.residues * p.heads_q;
-  grid.order = {grid.row_blocks * (joint ? grid.plan_batches : 1), slices, sched::group_size(p, slices)};
-  grid.ctas = min_of(grid.order.count(), num_sms);
-  grid.counter = grid.order.count() > grid.ctas;
+  const int32_t group = Mask::kKind == MaskKind::kDense ? sched::group_size(p, slices, sched::kEvenGroupBytes)
+                                                        : sched::group_size(p, slices);
+  grid.order = {grid.row_blocks * (joint ? grid.plan_batches : 1), slices, group};
+  grid.ctas = min_of(grid.order.count(), num_sms * Config::kCtasPerSm);
+  grid.counter = grid.order.count() > grid.ctas * (kKnowsFirstTile<Mask> ? 2 : 1);
   return grid;
 }
 
@@ -96,6 +98,9 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
     if (p.dropout_p > 0) params.mask.from_begin = false;
   }
   params.order = grid.order;
+  params.order_divisors = sched::OrderDivisors(grid.order);
+  params.by_heads_q = sched::Divisor(p.heads_q);
+  params.by_q_heads_per_kv_head = sched::Divisor(p.heads_q / p.heads_kv);
   char* space = static_cast<char*>(workspace);
   params.tile_counter = grid.counter ? reinterpret_cast<int32_t*>(space) : nullptr;
   params.plan =
@@ -187,7 +192,8 @@ template <class Mask, class Config, class Score>
 KernelEntry make_entry() {
   constexpr DType kDType = kDTypeOf<typename Config::Element>;
   KernelInfo info;
-  info.name = std::string("fwd_") + Mask::kName + Score::kName + "_d" + std::to_string(Config::kHeadDim);
+  info.name = std::string("fwd_") + Mask::kName + Score::kName + (Config::kCtasPerSm > 1 ? "_small" : "") + "_d" +
+              std::to_string(Config::kHeadDim);
   if (Config::kHeadDimV != Config::kHeadDim) info.name += "x" + std::to_string(Config::kHeadDimV);
   info.name += kDType == DType::kF16 ? "_fp16" : "_bf16";
   info.mask = Mask::kKind;
@@ -207,6 +213,7 @@ KernelEntry make_entry() {
   info.threads = Config::kThreads;
   info.registers_producer = Config::kRegistersProducer;
   info.registers_consumer = Config::kRegistersConsumer;
+  info.ctas_per_sm = Config::kCtasPerSm;
   info.shared_memory = kSharedBytes<Mask, Config, Score>;
   return {info, &workspace_bytes<Mask, Config>, &launch<Mask, Config, Score>};
 }
@@ -216,20 +223,26 @@ template <class Mask>
 using Known = std::conditional_t<std::is_same_v<Mask, mask::Document>, mask::Packed, Mask>;
 
 // One entry for every mask in the list, and bands before the composite masks that they are. ListConfig: of listed masks,
-// whose tiles have a cell's rows. DocumentConfig: of documents.
-template <class Config, class ListConfig, class DocumentConfig = Config>
+// whose tiles have a cell's rows. CompositeConfig: of composite masks, DocumentConfig: of documents.
+template <class Config, class ListConfig, class CompositeConfig = Config, class DocumentConfig = CompositeConfig>
 std::vector<KernelEntry> make_entries() {
-#define FLASHMSA_ENTRY(Name)                                                                                      \
-  make_entry<                                                                                                     \
-      Known<mask::Name>,                                                                                          \
-      std::conditional_t<mask::Name::kListed, ListConfig,                                                         \
-                         std::conditional_t<std::is_same_v<mask::Name, mask::Document>, DocumentConfig, Config>>, \
-      attn::PlainScore>(),
+  const auto entry_of = []<class Mask>(std::type_identity<Mask>) {
+    using Runs = std::conditional_t<std::is_same_v<Mask, mask::Composite>, CompositeConfig, Config>;
+    using Narrow = std::conditional_t<std::is_same_v<Mask, mask::Packed>, DocumentConfig, Runs>;
+    return make_entry<Mask, std::conditional_t<Mask::kListed, ListConfig, Narrow>, attn::PlainScore>();
+  };
+#define FLASHMSA_ENTRY(MaskName) entry_of(std::type_identity<Known<mask::MaskName>>()),
   return {make_entry<mask::Band, Config, attn::PlainScore>(), FLASHMSA_FOR_EACH_MASK(FLASHMSA_ENTRY)};
 #undef FLASHMSA_ENTRY
 }
 
-// Beside these, and ahead of them.
+// Small tiles, for the masks whose tiles no kernel has to plan.
+template <class Config>
+std::vector<KernelEntry> make_small_entries() {
+  return {make_entry<mask::Dense, Config, attn::PlainScore>(), make_entry<mask::Causal, Config, attn::PlainScore>()};
+}
+
+// Short documents, ahead of the entries above: where both would do these are meant.
 template <class Config>
 std::vector<KernelEntry> make_short_document_entries() {
   return {make_entry<mask::ShortPacked, Config, attn::PlainScore>()};

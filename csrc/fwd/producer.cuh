@@ -65,6 +65,31 @@ __device__ __forceinline__ void decode_indexed(const KernelParams<Mask>& params,
   }
 }
 
+// Where tile number `tile` of the grid lies.
+struct TilePlace {
+  sched::TileIndex index;
+  int32_t sequence;  // over batches and residues
+  int32_t head, kv_head;
+};
+
+template <class Mask>
+__device__ __forceinline__ TilePlace place_of(const KernelParams<Mask>& params, const sched::TileOrder& order,
+                                              int32_t tile) {
+  TilePlace place;
+  if constexpr (kKnowsFirstTile<Mask>) {
+    place.index = params.order_divisors.decode(order, tile);
+    place.sequence = params.by_heads_q.divide(place.index.slice);
+    place.head = place.index.slice - place.sequence * params.heads_q;
+    place.kv_head = params.by_q_heads_per_kv_head.divide(place.head);
+  } else {
+    place.index = order.decode(tile);
+    place.sequence = place.index.slice / params.heads_q;
+    place.head = place.index.slice % params.heads_q;
+    place.kv_head = place.head / params.q_heads_per_kv_head;
+  }
+  return place;
+}
+
 // Which rows, head and keys tile number `tile` of the grid stands for. Past the last: row_block < 0.
 template <class Mask, class Config>
 __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, const sched::TileOrder& order,
@@ -73,26 +98,26 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, co
     work.entry.row_block = -1;
     return;
   }
-  const sched::TileIndex index = order.decode(tile);
-  const int32_t sequence = index.slice / params.heads_q;  // over batches and residues
-  work.head = index.slice % params.heads_q;
-  work.kv_head = work.head / params.q_heads_per_kv_head;
-  work.batch = sequence;
+  const TilePlace place = place_of(params, order, tile);
+  work.head = place.head;
+  work.kv_head = place.kv_head;
+  work.batch = place.sequence;
   work.residue = 0;
   if constexpr (kMapRank<Mask> == sm90::kStridedRank) {
     if (params.residues > 1) {
-      work.batch = sequence / params.residues;
-      work.residue = sequence % params.residues;
+      work.batch = place.sequence / params.residues;
+      work.residue = place.sequence % params.residues;
     }
   }
   if (Mask::kPlanned && params.plan != nullptr) {
-    const int64_t at = Mask::kListed ? int64_t{index.slice} * order.row_blocks + index.row_rank : index.row_rank;
+    const int64_t at =
+        Mask::kListed ? int64_t{place.index.slice} * order.row_blocks + place.index.row_rank : place.index.row_rank;
     copy_entry<Mask>(params.plan[at], work.entry);
     if constexpr (Mask::kPlanned && !Mask::kListed) work.batch += work.entry.block.batch;
     if constexpr (Mask::kSpansPlanned) return;
   } else {
     // Bottom-up: under a causal mask the last rows are the longest.
-    work.entry.row_block = order.row_blocks - 1 - index.row_rank;
+    work.entry.row_block = order.row_blocks - 1 - place.index.row_rank;
     const int32_t first_row = work.entry.row_block * Config::kBlockQ;
     if constexpr (kIndexed<Mask>) return decode_indexed<Mask, Config>(params, first_row, work);
     const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
@@ -155,9 +180,17 @@ struct Scheduler {
   const KernelParams<Mask>& params;
   S& shared;
 
-  // The number of the next tile: any CTA that gets there first takes it.
-  __device__ __forceinline__ int32_t next_tile(const sched::TileOrder& order) {
-    return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1) : order.count();
+  // The number of the CTA's tile `round` > 0. The second round of the grid goes back the way that the first came, so that who
+  // begins with the longest tile goes on with the shortest; from then on any CTA that gets there first takes it.
+  // PERF: by the counter alone a second tile is taken when the first one begins, by whoever happens to begin first: causal
+  // 1x2048, two rounds, took 1.2 times as long.
+  __device__ __forceinline__ int32_t next_tile(const sched::TileOrder& order, [[maybe_unused]] uint32_t round) {
+    int32_t before = gridDim.x;
+    if constexpr (kKnowsFirstTile<Mask>) {
+      if (round == 1) return 2 * gridDim.x - 1 - blockIdx.x;
+      before *= 2;
+    }
+    return params.tile_counter != nullptr ? before + atomicAdd(params.tile_counter, 1) : order.count();
   }
 
   // on_tile(work, slot): what else a tile needs before it is published.
@@ -167,7 +200,18 @@ struct Scheduler {
     // NOTE: not more than there is room for, whatever another stream does to the workspace.
     if constexpr (sched::kOwnRows<Mask>) order.row_blocks = min_of(order.row_blocks, *params.planned.row_blocks);
     int32_t tile = blockIdx.x;
-    for (uint32_t round = 0;; ++round) {
+    uint32_t round = 0;
+    if constexpr (kKnowsFirstTile<Mask>) {
+      on_tile(shared.work[0], 0);
+      shared.full_work[0].arrive();
+      cudaGridDependencySynchronize();
+      shared.begun[0].wait_idly(S::WorkRing::full_parity(0));
+      tile = next_tile(order, ++round);
+    } else {
+      // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
+      cudaGridDependencySynchronize();
+    }
+    for (;; ++round) {
       const uint32_t slot = S::WorkRing::stage(round);
       shared.empty_work[slot].wait(S::WorkRing::empty_parity(round));
       decode_tile<Mask, Config>(params, order, tile, shared.work[slot]);
@@ -175,14 +219,33 @@ struct Scheduler {
       shared.full_work[slot].arrive();
       if (tile >= order.count()) break;
       shared.begun[slot].wait_idly(S::WorkRing::full_parity(round));
-      tile = next_tile(order);
+      tile = next_tile(order, round + 1);
     }
   }
 };
 
+// Q and the first keys of the CTA's first tile, asked for by the thread that made the barriers, while others still wait for
+// these. Key blocks come in the tile's own order.
+template <class Mask, class Config>
+__device__ __forceinline__ void load_first(const KernelParams<Mask>& params, Shared<Mask, Config>& shared) {
+  using S = Shared<Mask, Config>;
+  const TilePlace place = place_of(params, params.order, blockIdx.x);
+  const int32_t first_row = (params.order.row_blocks - 1 - place.index.row_rank) * Config::kBlockQ;
+  shared.full_q[0].arrive_expect(S::QTile::kBytes);
+  sm90::load_tile<typename S::QTile>(shared.q[0], params.q, first_row, {place.head, place.sequence}, shared.full_q[0]);
+  const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
+  const typename Mask::Block block = Mask::block(params.mask, place.sequence, place.head, first_row, last_row);
+  const auto tiles = Mask::tiles(params.mask, block, first_row, last_row, Config::kBlockKv);
+  if (tiles.count() == 0) return;
+  const int32_t first_key = Mask::origin(params.mask, block) + tiles.visit(0) * Config::kBlockKv;
+  shared.full_k[0].arrive_expect(S::KTile::kBytes);
+  sm90::load_tile<typename S::KTile>(shared.k[0], params.k, first_key, {place.kv_head, place.sequence},
+                                     shared.full_k[0]);
+}
+
 // The thread that loads. kKeyBlocks: it tells the consumers each key block's place. kPlaces: key blocks come in an order of
-// their own.
-template <class Mask, class Config, bool kKeyBlocks, bool kPlaces>
+// their own. kLoadsFirst: load_first() has been called.
+template <class Mask, class Config, bool kKeyBlocks, bool kPlaces, bool kLoadsFirst>
 struct Producer {
   using S = Shared<Mask, Config>;
 
@@ -242,7 +305,11 @@ struct Producer {
   // more than K(0) of tile t: K(1) and V(0) have the stages of the tile before, K(2) follows K(0), V(1) is free.
   __device__ __forceinline__ void run() {
     uint32_t key_blocks = 0;  // of K handed to TMA so far; V runs one behind within a tile
-    load_q(0);
+    if constexpr (kLoadsFirst) {
+      wait_work(0);
+    } else {
+      load_q(0);
+    }
 
     for (uint32_t round = 0;; ++round) {
       const TileWork<Mask, Config>& tile = work(round);
@@ -271,10 +338,12 @@ struct Producer {
             block = key_block(tile, round, step);
           }
           first_key = block.first_key;
-          shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
-          // SYNC: the consumers read it after full_k, of which this thread's arrival is a part.
-          if constexpr (kKeyBlocks) shared.key_block[stage] = block;
-          load<typename S::KTile>(tile, first_key, shared.k[stage], shared.full_k[stage], params.k);
+          if (!kLoadsFirst || round > 0 || step > 0) {
+            shared.empty_k[stage].wait(S::KvRing::empty_parity(n));
+            // SYNC: the consumers read it after full_k, of which this thread's arrival is a part.
+            if constexpr (kKeyBlocks) shared.key_block[stage] = block;
+            load<typename S::KTile>(tile, first_key, shared.k[stage], shared.full_k[stage], params.k);
+          }
         }
         if (step > 0) {
           shared.empty_v[before].wait(S::KvRing::empty_parity(n - 1));

@@ -38,6 +38,10 @@ inline constexpr int kLoaders = kPaged<Mask> || kIndexed<Mask> ? 3 : 1;
 template <class Mask>
 inline constexpr uint32_t kFullArrivals = kIndexed<Mask> ? kLoaders<Mask> * 32 : 1;
 
+// Whether a CTA's first tile needs nothing that a kernel ahead of this one makes.
+template <class Mask>
+inline constexpr bool kKnowsFirstTile = !Mask::kPlanned && !kIndexed<Mask> && !kPaged<Mask>;
+
 // How many entries the plan has, where order.row_blocks is but the most that there may be.
 template <bool kOwnRows>
 struct RowBlockCount {
@@ -71,23 +75,26 @@ struct KernelParams {
   float largest_place_slope;           // kPlaceStep: of slopes in units of S that it takes
   float largest_gentle_slope;          // kPlaceStep: see attn::kGentlePenalty
   attn::CapExponents cap_exponents;    // kCapInExponent
+  sched::OrderDivisors order_divisors;  // kKnowsFirstTile
+  sched::Divisor by_heads_q, by_q_heads_per_kv_head;
 };
 
 using sched::Span;  // of a warpgroup's 64 rows
 // Spans that are not part of the plan.
-template <bool kPlanned>
+template <bool kPlanned, int32_t kSpans>
 struct OwnSpans {
-  Span spans[sched::kMaxSpans];
+  Span spans[max_of(kSpans, sched::kMaxSpans)];
 };
-template <>
-struct OwnSpans<true> {};
+template <int32_t kSpans>
+struct OwnSpans<true, kSpans> {};
 
 // What the producer tells the consumers about their next tile: its entry of the plan, planned or not (row_block negative:
 // no more tiles), and whose rows they are.
 template <class Mask, class Config>
 struct alignas(16) TileWork {
   sched::PlanEntry<Mask> entry;
-  OwnSpans<Mask::kSpansPlanned> own;
+  OwnSpans<Mask::kSpansPlanned, Config::kConsumerWarpgroups> own;
+  static_assert(!Mask::kSpansPlanned || Config::kConsumerWarpgroups <= sched::kMaxSpans);
   int32_t head;
   int32_t kv_head;
   int32_t batch;

@@ -32,7 +32,7 @@ FLASHMSA_HD Span span_of(const Tiles& all, const Tiles& own) {
 }
 
 inline constexpr int32_t kSpanRows = 64;  // of a consumer warpgroup
-inline constexpr int32_t kMaxSpans = 3;   // in a row block
+inline constexpr int32_t kMaxSpans = 3;   // in a row block of a plan
 
 // The spans of a row block's 64-row parts, where the plan holds them.
 template <bool kPlanned>

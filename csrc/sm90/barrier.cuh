@@ -32,6 +32,9 @@ struct Barrier {
   __device__ void wait_idly(uint32_t parity) {
     while (!ptx::mbarrier_try_wait_parity(&word, parity)) __nanosleep(200);
   }
+
+  // Whether the phase with this parity has completed.
+  __device__ bool test(uint32_t parity) { return ptx::mbarrier_test_wait_parity(&word, parity); }
 };
 
 __device__ inline void fence_barrier_init() { ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster); }

@@ -28,6 +28,21 @@ __device__ __forceinline__ uint32_t map_shared(const void* shared, uint32_t rank
   return address;
 }
 
+// mbarrier.arrive in a CTA of the cluster; by map_shared.
+// PERF: with .release.cluster it would be a fence of the whole GPU. What was read through the async proxy and waited for needs
+// none.
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// cp.async.bulk from this CTA's shared memory to another one's, whose barrier counts the bytes; addresses there by map_shared.
+// One thread, behind the writers' fence_async_proxy.
+__device__ __forceinline__ void copy_across(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // st.async: stores into a CTA's shared memory; their bytes count on a barrier of the same CTA. Both addresses by map_shared.
 __device__ __forceinline__ void store_async(uint32_t cluster_address, float4 x, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(

@@ -35,11 +35,11 @@ struct Sequence {
 // Tile::kBytes, whatever part of the boxes lies outside the tensor. One thread calls it.
 template <class Tile, int kRank = kPlainRank>
 __device__ __forceinline__ void load_tile(void* shared, const TensorMap& tensor, int32_t row, Sequence from,
-                                          Barrier& full) {
+                                          Barrier& full, int32_t first_column = 0) {
 #pragma unroll
   for (int group = 0; group < Tile::kGroups; ++group) {
     char* target = static_cast<char*>(shared) + group * Tile::kGroupBytes;
-    const int32_t column = group * kSwizzleColumns;
+    const int32_t column = first_column + group * kSwizzleColumns;
     const int32_t head = from.head * tensor.head_step, batch = from.batch * tensor.batch_step;
     if constexpr (kRank == kStridedRank) {
       const int32_t coordinates[kRank] = {column, row, from.residue, head, batch};
@@ -48,6 +48,23 @@ __device__ __forceinline__ void load_tile(void* shared, const TensorMap& tensor,
       const int32_t coordinates[kRank] = {column, row, head, batch};
       ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, target, &tensor.map, coordinates, &full.word);
     }
+  }
+}
+
+// The groups of 64 columns of a tile that are CTA `rank`'s of kCtas, to the same place in all CTAs of the cluster, whose
+// barriers at the place of `full` count the bytes; together they bring the whole tile. One thread calls it.
+template <class Tile, int kCtas, int kRank>
+__device__ __forceinline__ void load_tile_share(void* shared, const TensorMap& tensor, int32_t row, Sequence from,
+                                                Barrier& full, uint32_t rank) {
+  static_assert(kRank == kStridedRank && Tile::kGroups % kCtas == 0);
+  constexpr uint16_t kAll = (1u << kCtas) - 1;
+  const int32_t head = from.head * tensor.head_step, batch = from.batch * tensor.batch_step;
+#pragma unroll
+  for (int i = 0; i < Tile::kGroups / kCtas; ++i) {
+    const int32_t group = rank * (Tile::kGroups / kCtas) + i;
+    char* target = static_cast<char*>(shared) + group * Tile::kGroupBytes;
+    const int32_t coordinates[kRank] = {group * kSwizzleColumns, row, from.residue, head, batch};
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, target, &tensor.map, coordinates, &full.word, kAll);
   }
 }
 

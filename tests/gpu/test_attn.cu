@@ -376,7 +376,8 @@ struct SoftmaxOut {
   float* lse;  // [block][thread][2]
 };
 
-template <class Element>
+// kTry: the test of the sums behind the exponentials, instead of the one of S before them.
+template <class Element, bool kTry>
 __global__ void __launch_bounds__(128)
     softmax_kernel(const float* s, const float* sinks, float scale_log2, float inverse_scale_log2, SoftmaxOut out) {
   OnlineSoftmax softmax;
@@ -387,10 +388,11 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int e = 0; e < kCount; ++e) x[e] = s[i * kCount + e];
     float factor[2] = {1.0f, 1.0f};
-    const bool raise = block == 0 || softmax.outgrown(x);
-    if (raise) softmax.raise(x, scale_log2, inverse_scale_log2, factor);
     uint32_t p[kCount / 8][4];
-    softmax.exponentiate<Element>(x, p, scale_log2);
+    bool raise = block == 0;
+    if (!raise) raise = kTry ? !softmax.try_exponentiate<Element>(x, p, scale_log2) : softmax.outgrown(x);
+    if (raise) softmax.raise(x, scale_log2, inverse_scale_log2, factor);
+    if (raise || !kTry) softmax.exponentiate<Element>(x, p, scale_log2);
     out.raised[i] = raise;
     for (int slot = 0; slot < 2; ++slot) out.factor[2 * i + slot] = factor[slot];
 #pragma unroll
@@ -414,7 +416,7 @@ struct SoftmaxRow {
   std::vector<float> inverse, lse;  // [thread of four]
 };
 
-template <class Element>
+template <class Element, bool kTry = false>
 class SoftmaxRun {
  public:
   // rows: [row][key]; 64 rows a grid block, which has a sink (-inf: none) in the exponent's units.
@@ -429,8 +431,8 @@ class SoftmaxRun {
     const DeviceArray<float> device_sinks(sinks_);
     DeviceArray<uint32_t> p(s.size() / 2);
     DeviceArray<int32_t> raised(blocks * per_block);
-    launch(softmax_kernel<Element>, blocks, 128, 0, device.data(), device_sinks.data(), scale_log2, 1.0f / scale_log2,
-           SoftmaxOut{p.data(), factor.data(), raised.data(), inverse.data(), lse.data()});
+    launch(softmax_kernel<Element, kTry>, blocks, 128, 0, device.data(), device_sinks.data(), scale_log2,
+           1.0f / scale_log2, SoftmaxOut{p.data(), factor.data(), raised.data(), inverse.data(), lse.data()});
     p_ = p.read();
     factor_ = factor.read();
     raised_ = raised.read();
@@ -504,7 +506,8 @@ ExactRow exact_softmax(const std::vector<double>& s, double scale_log2, double s
 // of the final reference or a finer one (l >= 1); the rest is fp32, a hundred sums at most. A sink above the reference is
 // one more factor, 2^-d with d <= 126 where anything is left: its argument's rounding makes 126 ln 2 2^-24 = 5.3e-6.
 template <class Element>
-void expect_row(const char* kind, int index, const SoftmaxRow& row, double scale_log2) {
+void expect_row(const char* kind, int index, const SoftmaxRow& row, double scale_log2,
+                double largest_p = std::exp2(attn::kLazyGrowth)) {
   const ExactRow exact = exact_softmax(row.s, scale_log2, row.sink);
   const double fp32 = 1e-5 + (row.sink == kMinusInfinity ? 0.0 : 6e-6);
   for (int thread = 1; thread < 4; ++thread) {
@@ -521,10 +524,10 @@ void expect_row(const char* kind, int index, const SoftmaxRow& row, double scale
   if (std::all_of(row.s.begin(), row.s.end(), [](double x) { return x == kMinusInfinity; })) {
     EXPECT(row.inverse[0] == 0.0f, "%s, row %d: 1 / l %g without a key", kind, index, row.inverse[0]);
   }
-  // P stays below 2^8. The bound on S that says so is wrong by three roundings of fp32.
+  // P stays below 2^8, or the largest sum. The bound on S that says so is wrong by three roundings of fp32.
   double largest = 0;
   for (const double x : row.s) largest = std::max(largest, std::isinf(x) ? 0.0 : std::fabs(x * scale_log2));
-  const double p_bound = std::exp2(attn::kLazyGrowth + largest * 0x1p-21) * (1 + kRoundoff<Element> + 1e-5);
+  const double p_bound = largest_p * std::exp2(largest * 0x1p-21) * (1 + kRoundoff<Element> + 1e-5);
   double later = row.inverse[0];
   for (int block = kKeyBlocks - 1; block >= 0; --block) {
     for (int key = block * kKeys; key < (block + 1) * kKeys; ++key) {
@@ -578,7 +581,7 @@ const RowKind kFiniteKinds[] = {
 };
 
 // Rows of 64: one kind a grid block, then all kinds mixed, as each kind makes its warp raise at other times.
-template <class Element>
+template <class Element, bool kTry = false>
 void check_softmax(Random& random, float scale_log2, const std::vector<float>& some_sinks = {-kInfinity}) {
   std::vector<std::vector<float>> rows;
   std::vector<const RowKind*> kinds;
@@ -591,9 +594,10 @@ void check_softmax(Random& random, float scale_log2, const std::vector<float>& s
   }
   std::vector<float> sinks(rows.size() / 64);
   for (float& x : sinks) x = some_sinks[random.between(0, static_cast<int64_t>(some_sinks.size()) - 1)];
-  const SoftmaxRun<Element> run(rows, scale_log2, sinks);
+  const SoftmaxRun<Element, kTry> run(rows, scale_log2, sinks);
   for (size_t row = 0; row < rows.size(); ++row) {
-    expect_row<Element>(kinds[row]->name, static_cast<int>(row), run.row(static_cast<int>(row)), scale_log2);
+    expect_row<Element>(kinds[row]->name, static_cast<int>(row), run.row(static_cast<int>(row)), scale_log2,
+                        kTry ? attn::kLargestSum : std::exp2(attn::kLazyGrowth));
   }
 }
 
@@ -603,6 +607,13 @@ GPU_TEST(softmax_bf16) {
 }
 GPU_TEST(softmax_fp16) {
   for (const float scale : {0.354f, 0.125f, 0.0625f, 5.0f}) check_softmax<__half>(random, scale * 1.4427f);
+}
+
+GPU_TEST(softmax_by_sums_bf16) {
+  for (const float scale : {0.0884f, 0.125f, 5.0f}) check_softmax<__nv_bfloat16, true>(random, scale * 1.4427f);
+}
+GPU_TEST(softmax_by_sums_fp16) {
+  for (const float scale : {0.0884f, 0.125f, 5.0f}) check_softmax<__half, true>(random, scale * 1.4427f);
 }
 
 // Sinks far below all keys, among them, far above; and blocks without one. Rows without keys are of each kind too.
@@ -653,8 +664,36 @@ GPU_TEST(softmax_raises_late) {
   }
 }
 
+// By sums: it stays where a thread's P of a block, 64 of them for two rows, add up to less than 2^12.
+GPU_TEST(softmax_by_sums_raises_late) {
+  constexpr float kScaleLog2 = 0.18f;
+  std::vector<std::vector<float>> rows(128, std::vector<float>(kKeyBlocks * kKeys));
+  for (int row = 0; row < 128; ++row) {
+    for (int key = 0; key < kKeyBlocks * kKeys; ++key) {
+      rows[row][key] = static_cast<float>(random.uniform() - 3) / kScaleLog2;
+    }
+    rows[row][5] = 0.0f;
+    rows[row][2 * kKeys + random.between(0, kKeys - 1)] = 11.9f / kScaleLog2;
+    // Many below the limit, whose sum is above it: keys 0, 1, 8, 9, … are one thread's.
+    if (row == 17) {
+      for (int key = 0; key < kKeys; key += 8) rows[row][3 * kKeys + key] = 8.5f / kScaleLog2;
+    }
+    if (row == 64 + 21) rows[row][4 * kKeys + random.between(0, kKeys - 1)] = 12.1f / kScaleLog2;
+  }
+  const SoftmaxRun<__nv_bfloat16, true> run(rows, kScaleLog2);
+  for (int row = 0; row < 128; ++row) {
+    const SoftmaxRow found = run.row(row);
+    expect_row<__nv_bfloat16>("late", row, found, kScaleLog2, attn::kLargestSum);
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      const bool wanted = block == 0 || (block == 3 && row / 16 == 1) || (block == 4 && row / 16 == (64 + 21) / 16);
+      EXPECT(found.raised[block] == wanted, "row %d, key block %d: raised %d", row, block, int(found.raised[block]));
+    }
+  }
+}
+
 // A NaN, or an inf that makes inf - inf, spoils its own row: l and lse are NaN. Its warp's other rows stay right.
-GPU_TEST(softmax_nonfinite) {
+template <bool kTry>
+void check_nonfinite(Random& random) {
   constexpr float kScaleLog2 = 0.18f;
   std::vector<std::vector<float>> rows;
   for (int row = 0; row < 64 * 4; ++row) {
@@ -664,17 +703,19 @@ GPU_TEST(softmax_nonfinite) {
     if (row % 3 == 0) s[random.between(0, kKeyBlocks * kKeys - 1)] = random.pick({kNaN, -kNaN, kInfinity});
     rows.push_back(std::move(s));
   }
-  const SoftmaxRun<__half> run(rows, kScaleLog2);
+  const SoftmaxRun<__half, kTry> run(rows, kScaleLog2);
   for (int row = 0; row < 64 * 4; ++row) {
     const SoftmaxRow found = run.row(row);
     if (row % 3 == 0) {
       EXPECT(std::isnan(found.inverse[0]) && std::isnan(found.lse[0]), "row %d: 1 / l %g, lse %g", row,
              found.inverse[0], found.lse[0]);
     } else {
-      expect_row<__half>("beside NaN", row, found, kScaleLog2);
+      expect_row<__half>("beside NaN", row, found, kScaleLog2, attn::kLargestSum);
     }
   }
 }
+GPU_TEST(softmax_nonfinite) { check_nonfinite<false>(random); }
+GPU_TEST(softmax_by_sums_nonfinite) { check_nonfinite<true>(random); }
 
 // ---- SlowRow --------------------------------------------------------------------------------------------------------------
 

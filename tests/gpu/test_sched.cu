@@ -107,7 +107,7 @@ PlanCase document_case(Random& random, int32_t max_length, std::initializer_list
   const int32_t count = random.pick(documents), rows = m.shared_offsets ? 1 : m.batch;
   m.q_offsets = random_cuts(random, rows, count, m.len_q);
   m.kv_offsets = same_offsets ? m.q_offsets : random_cuts(random, rows, count, m.len_kv);
-  c.block_q = random.pick({64, 128, 192});
+  c.block_q = random.pick({64, 128, 192, 256});
   c.block_kv = random.pick({32, 64, 128});
   return c;
 }
@@ -115,6 +115,7 @@ PlanCase document_case(Random& random, int32_t max_length, std::initializer_list
 // The same with bounds over all and inside the documents, and keys that are not in use.
 PlanCase composite_case(Random& random, int32_t max_length, std::initializer_list<int32_t> documents) {
   PlanCase c = document_case(random, max_length, documents);
+  c.block_q = min_of(c.block_q, sched::kMaxSpans * sched::kSpanRows);
   MaskCase& m = c.mask;
   if (random.between(0, 4) == 0) return c;  // as it is: what options need that only this mask's kernels have
   m.kind = MaskKind::kComposite;

@@ -456,7 +456,7 @@ std::vector<MaskCase> adversarial_masks() {
 
 int run() {
   for (const MaskCase& mask : adversarial_masks()) {
-    for (int32_t block_q : {64, 128, 192}) {
+    for (int32_t block_q : {64, 128, 192, 256}) {
       for (int32_t block_kv = 16; block_kv <= 176; block_kv += 16) check_mask(mask, {block_q, block_kv});
     }
   }

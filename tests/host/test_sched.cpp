@@ -12,13 +12,25 @@
 namespace flashmsa::test {
 namespace {
 
+using sched::Divisor;
+using sched::OrderDivisors;
 using sched::TileIndex;
 using sched::TileOrder;
+
+void check_divisor(Random& random) {
+  const int32_t divisor = random.pick({1, 2, 3, 7, INT32_MAX, random.between(1, 300), random.between(1, INT32_MAX)});
+  const Divisor by(divisor);
+  const int32_t multiple = INT32_MAX / divisor * divisor;
+  for (int32_t n : {0, 1, divisor - 1, divisor, multiple - 1, multiple, INT32_MAX, random.between(0, INT32_MAX)}) {
+    CHECK(by.divide(n) == n / divisor, "%d / %d = %d", n, divisor, by.divide(n));
+  }
+}
 
 void check_order(TileOrder order) {
   CHECK(order.count() == order.row_blocks * order.slices, "%d", order.count());
   std::vector<int> seen(order.count(), 0);
   TileIndex before = {0, 0};
+  const OrderDivisors divisors(order);
   for (int32_t tile = 0; tile < order.count(); ++tile) {
     const TileIndex index = order.decode(tile);
     if (!CHECK(
@@ -27,6 +39,9 @@ void check_order(TileOrder order) {
             order.row_blocks, order.group)) {
       return;
     }
+    const TileIndex quickly = divisors.decode(order, tile);
+    CHECK(quickly.slice == index.slice && quickly.row_rank == index.row_rank, "tile %d of (%d, %d), groups of %d", tile,
+          order.slices, order.row_blocks, order.group);
     ++seen[index.slice * order.row_blocks + index.row_rank];
     const int32_t group = index.slice / order.group, group_before = before.slice / order.group;
     CHECK(group >= group_before, "tile %d returns to group %d", tile, group);
@@ -48,9 +63,10 @@ void check_group_size(Random& random) {
   p.head_dim_v = 8 * random.between(1, 32);
   const bool listed = random.coin();
   if (listed) p.mask.kind = MaskKind::kBlockSparse;
-  const int64_t bytes = listed ? sched::kListedGroupBytes : sched::kGroupBytes;
   const int32_t slices = p.batch * p.heads_q, shared = p.heads_q / p.heads_kv;
-  const int32_t group = sched::group_size(p, slices);
+  const bool even = !listed && random.coin();
+  const int64_t bytes = even ? sched::kEvenGroupBytes : listed ? sched::kListedGroupBytes : sched::kGroupBytes;
+  const int32_t group = even ? sched::group_size(p, slices, bytes) : sched::group_size(p, slices);
   CHECK(1 <= group && group <= slices, "%d of %d slices", group, slices);
   CHECK(group % shared == 0, "%d slices, %d share a kv head", group, shared);
   const int64_t head_bytes = 2 * int64_t{p.len_kv} * (p.head_dim + p.head_dim_v);
@@ -78,7 +94,10 @@ int run() {
     }
   }
   Random random(31);
-  for (int32_t trial = 0; trial < 2000; ++trial) check_group_size(random);
+  for (int32_t trial = 0; trial < 2000; ++trial) {
+    check_group_size(random);
+    check_divisor(random);
+  }
   for (int32_t count : {0, 1, 1023, 1024, 1025, 2047, 2048, 1 << 20, INT32_MAX}) check_buckets(count);
   CHECK(sched::plan_bytes<mask::Composite>(0) == 0, "no plan");
   // Entries are copied 16 bytes at a time.

@@ -56,6 +56,11 @@ def document_offsets(device: str) -> Tensor:
     return torch.tensor([0, 10, 10, 130, LENGTH - 5], dtype=torch.int32, device=device)
 
 
+def _longest_documents(device: str, causal: bool) -> flashmsa.Document:
+    """Longer on average than those that kernels of short ones take, and rows behind the last."""
+    return flashmsa.Document(torch.tensor([0, 1090, 2190], dtype=torch.int32, device=device), causal=causal)
+
+
 def _buckets(heads: int, device: str) -> Tensor:
     return torch.randint(0, 3, (1, heads, LENGTH), dtype=torch.int32, device=device)
 
@@ -97,6 +102,8 @@ MASKS: dict[str, Callable[[int, str], flashmsa.Mask | None]] = {
     "long documents": lambda heads, device: flashmsa.Document(
         torch.tensor([0, 280, 600], dtype=torch.int32, device=device), causal=True
     ),
+    "longest documents": lambda heads, device: _longest_documents(device, causal=False),
+    "longest documents, causal": lambda heads, device: _longest_documents(device, causal=True),
 }
 # Of a row's mask: those that its kernel runs.
 MASKS_OF = {
@@ -176,7 +183,11 @@ def forward_calls() -> Iterator[Call]:
         options["dropout_p"] = 0.2 if row["dropout"] else 0.0
         # What no kernel of its own serves beside dropout is the general ones'.
         options["alibi"] = options["alibi"] or (row["general"] and row["mask"] != "block_sparse")
-        for mask in MASKS_OF[row["mask"]][: None if every else 1]:
+        masks = MASKS_OF[row["mask"]]
+        if row["name"].startswith("fwd_document_d128"):
+            masks = ("longest documents", "longest documents, causal")
+            options |= {"heads": 16, "heads_kv": 8, "length": 2200}
+        for mask in masks[: None if every else 1]:
             if mask == "dilated" and row["dropout"] and not row["general"]:
                 continue  # its draws are not in order: the general kernel's
             yield _attention_call("forward", row["name"], Attention(mask, row["dtype"], *widths, **options))

@@ -322,6 +322,8 @@ def function_of(kernel: dict, forward: list[Function]) -> Function:
     Score<softcap, alibi> or with dropout its Dropping or General."""
     dtype = {"bfloat16": "13__nv_bfloat16", "float16": "6__half"}[kernel["dtype"]]
     mask = "".join(part.capitalize() for part in kernel["mask"].split("_"))
+    if mask == "Document":  # as the forward kernels know it
+        mask = "ShortPacked" if "short" in kernel["name"] else "Packed"
     score = f"ScoreILb{kernel['softcap']:d}ELb{kernel['alibi']:d}E"
     if kernel["dropout"]:
         score = "7GeneralE" if kernel["general"] else "8DroppingE"

@@ -140,7 +140,7 @@ def test_every_mask_has_a_picture() -> None:
 
 def test_kernels_of_the_table_exist() -> None:
     named = set(re.findall(r"`(fwd_\w+)`", gallery.text()))
-    kinds = ("dense", "causal", "document", "band", "composite", "block_sparse", "hash")
+    kinds = ("dense", "causal", "document", "short_document", "band", "composite", "block_sparse", "hash")
     assert named == {f"fwd_{name}" for name in kinds}
     traits = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc/mask").glob("*.h"))
     assert named == {f"fwd_{name}" for name in re.findall(r'kName = "(\w+)"', traits)}

@@ -223,12 +223,12 @@ template <class Mask>
 using Known = std::conditional_t<std::is_same_v<Mask, mask::Document>, mask::Packed, Mask>;
 
 // One entry for every mask in the list, and bands before the composite masks that they are. ListConfig: of listed masks,
-// whose tiles have a cell's rows. CompositeConfig: of composite masks, documents.
-template <class Config, class ListConfig, class CompositeConfig = Config>
+// whose tiles have a cell's rows. CompositeConfig: of composite masks, DocumentConfig: of documents.
+template <class Config, class ListConfig, class CompositeConfig = Config, class DocumentConfig = CompositeConfig>
 std::vector<KernelEntry> make_entries() {
   const auto entry_of = []<class Mask>(std::type_identity<Mask>) {
-    constexpr bool kPacks = std::is_same_v<Mask, mask::Composite> || std::is_same_v<Mask, mask::Packed>;
-    using Narrow = std::conditional_t<kPacks, CompositeConfig, Config>;
+    using Runs = std::conditional_t<std::is_same_v<Mask, mask::Composite>, CompositeConfig, Config>;
+    using Narrow = std::conditional_t<std::is_same_v<Mask, mask::Packed>, DocumentConfig, Runs>;
     return make_entry<Mask, std::conditional_t<Mask::kListed, ListConfig, Narrow>, attn::PlainScore>();
   };
 #define FLASHMSA_ENTRY(MaskName) entry_of(std::type_identity<Known<mask::MaskName>>()),

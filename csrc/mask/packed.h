@@ -15,8 +15,8 @@ namespace flashmsa::mask {
 
 struct Packed {
   // Mean length of documents from which on they have blocks of their own: of shorter ones a block holds several.
-  // PERF: means of 96 | 145 | 183 | 314 | 474, as the time over that of a fixed grid. d64 1.01 | .91 | .89 | .88 | .89, causal 1.05 |
-  // .95 | .90 | .88 | .88; d256 .99 | .89 | .85 | .85 | .90, causal 1.14 | .99 | 1.00 | .97 | .98.
+  // PERF: means of 96 | 145 | 183 | 314 | 474, as the time over that of a fixed grid. d64 1.01 | .91 | .89 | .88 | .89, causal
+  // 1.05 | .95 | .90 | .88 | .88; d256 .99 | .89 | .85 | .85 | .90, causal 1.14 | .99 | 1.00 | .97 | .98.
   static constexpr int32_t kLeastLength = 128;
 
   static constexpr const char* kName = Document::kName;
@@ -86,12 +86,12 @@ struct Packed {
   }
 };
 
-// The same for kernels of small tiles of keys, which are faster as long as the ends of tiles outweigh their middles.
+// The same for kernels of short documents.
 struct ShortPacked : Packed {
   static constexpr const char* kName = "short_document";
   // PERF: means of 63 | 96, as above: .97 | .90, causal 1.00 | .93; on a fixed grid .96 | .97, 1.00 | .98.
   static constexpr int32_t kLeastLength = 80;
-  static constexpr int32_t kMostLength = 1024;
+  static constexpr int32_t kMostLength = 384;
 
   static bool serves(const AttentionParams& p) { return p.mask.num_documents > 0 && !reach(p, kMostLength + 1); }
 

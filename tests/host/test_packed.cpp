@@ -173,10 +173,10 @@ void check_lengths() {
   CHECK(ShortPacked::serves(p) && !ShortPacked::make_params(p).packed, "64");
   mean(128);
   CHECK(ShortPacked::serves(p) && ShortPacked::make_params(p).packed && Packed::make_params(p).packed, "128");
-  mean(1024);
-  CHECK(ShortPacked::serves(p), "1024");
-  mean(2048);
-  CHECK(!ShortPacked::serves(p) && Packed::make_params(p).packed, "2048");
+  mean(380);
+  CHECK(ShortPacked::serves(p), "380");
+  mean(512);
+  CHECK(!ShortPacked::serves(p) && Packed::make_params(p).packed, "512");
   p.mask.num_documents = 0;
   CHECK(!ShortPacked::serves(p) && !Packed::make_params(p).packed, "none");
 }

@@ -3,8 +3,10 @@
 namespace flashmsa::fwd {
 
 std::vector<KernelEntry> entries_d128_bf16() {
-  std::vector<KernelEntry> entries = make_short_document_entries<DocumentConfig128<__nv_bfloat16>>();
-  for (const KernelEntry& entry : make_entries<Config128<__nv_bfloat16>, Config128<__nv_bfloat16>>()) {
+  using Element = __nv_bfloat16;
+  std::vector<KernelEntry> entries = make_short_document_entries<ShortDocumentConfig128<Element>>();
+  for (const KernelEntry& entry :
+       make_entries<Config128<Element>, Config128<Element>, Config128<Element>, DocumentConfig128<Element>>()) {
     entries.push_back(entry);
   }
   return entries;

@@ -114,8 +114,8 @@ def test_case_17_a_prefix_for_each_batch(target: Target) -> None:
         mask = Prefixes("prefix", prefixes=(0, 1, 63, 64, 65, len_kv))
         out, lse = run_and_check(target, q, k, v, mask)
         for b, prefix_of_one in enumerate(mask.prefixes):
-            one, one_lse = run(target, q[b : b + 1], k[b : b + 1], v[b : b + 1], prefix(prefix_of_one))
-            if target.native:
+            one, one_lse = run_and_check(target, q[b : b + 1], k[b : b + 1], v[b : b + 1], prefix(prefix_of_one))
+            if target.native and target.device == "cpu":  # on a GPU one prefix has kernels of its own, with other tiles
                 assert torch.equal(out[b : b + 1], one) and torch.equal(lse[b : b + 1], one_lse)
 
 

@@ -197,8 +197,6 @@ struct Scheduler {
   template <class OnTile>
   __device__ __forceinline__ void run(const OnTile& on_tile) {
     std::conditional_t<sched::kOwnRows<Mask>, sched::TileOrder, const sched::TileOrder&> order = params.order;
-    // NOTE: not more than there is room for, whatever another stream does to the workspace.
-    if constexpr (sched::kOwnRows<Mask>) order.row_blocks = min_of(order.row_blocks, *params.planned.row_blocks);
     int32_t tile = blockIdx.x;
     uint32_t round = 0;
     if constexpr (kKnowsFirstTile<Mask>) {
@@ -208,8 +206,11 @@ struct Scheduler {
       shared.begun[0].wait_idly(S::WorkRing::full_parity(0));
       tile = next_tile(order, ++round);
     } else {
-      // SYNC: the plan and the tile counter are the work of the kernel before, which this one may have overtaken.
+      // SYNC: the plan, its number of row blocks and the tile counter are the work of the kernel before, which this one may have
+      // overtaken.
       cudaGridDependencySynchronize();
+      // NOTE: not more than there is room for, whatever another stream does to the workspace.
+      if constexpr (sched::kOwnRows<Mask>) order.row_blocks = min_of(order.row_blocks, *params.planned.row_blocks);
     }
     for (;; ++round) {
       const uint32_t slot = S::WorkRing::stage(round);

@@ -203,9 +203,10 @@ def test_many_heads_of_one_kv_head(dim: int, family: str) -> None:
     d_out, d_lse = grad_like(q, v)
     each = {}
     for deterministic in (True, False):
-        for name, some in (("every", slice(None)), ("last", slice(-2, None))):
+        # NOTE: eight heads, since of two the forward pass would take smaller tiles, and its bits would be others.
+        for name, some in (("every", slice(None)), ("last", slice(-8, None))):
             inputs = (q[:, some], k, v, mask, d_out[:, some], d_lse[:, some])
-            each[name] = run_backward(sm90(), *inputs, deterministic=deterministic)["dq"][:, -2:]
+            each[name] = run_backward(sm90(), *inputs, deterministic=deterministic)["dq"][:, -8:]
         if deterministic:
             assert torch.equal(each["every"], each["last"])
         else:

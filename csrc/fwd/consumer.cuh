@@ -41,8 +41,8 @@ struct Consumer {
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
 
   // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers.
-  static constexpr bool kTriesExponents = Score::kPlain && !Score::kDropout && Config::kQInRegisters && !kPaged<Mask> &&
-                                          !Mask::kListed && Config::kRegistersConsumer >= 232;
+  static constexpr bool kTriesExponents = Score::kPlain && !Score::kDropout && Config::kQInRegisters &&
+                                          !kScattered<Mask> && !Mask::kListed && Config::kRegistersConsumer >= 232;
   bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
 
   // ALiBi by a k-step of its own, see attn/places.cuh.

@@ -187,7 +187,7 @@ struct Consumer {
     cross_to_wgmma();
   }
 
-  // PERF: asked ahead, beside the exponentials, the answer is there when the block begins (d128 causal: 1 … 2 %).
+  // PERF: asked ahead, beside the exponentials, the answer is there when the block begins (d128: 0 … 1 %).
   __device__ __forceinline__ void look_for_k() {
     k_is_there = shared.full_k[S::KvRing::stage(key_blocks)].test(S::KvRing::full_parity(key_blocks));
   }

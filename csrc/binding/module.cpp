@@ -411,9 +411,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("block_q"), py::arg("block_kv"), py::arg("heads_kv") = py::none(), py::arg("dropout") = false,
         py::arg("least_packed") = 0,
         "Tiles that are full, partial and skipped, and the allowed (query, key) pairs, over all batches and heads. "
-        "dropout: as the kernels that drop weights lay them; least_packed: as a kernel of documents of which that is "
-        "said "
-        "lays them.");
+        "dropout: as the kernels that drop weights lay them; least_packed: as the kernel of documents that says so in "
+        "its entry does.");
 }
 
 }  // namespace flashmsa::binding

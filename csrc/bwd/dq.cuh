@@ -336,9 +336,7 @@ struct DqWarpgroup {
       if (kOrdered && piece == 0) end_turns(open, steps, false);
       sm90::wgmma_wait<0>();
       sm90::pin_registers(dq);
-      if (piece == Config::kCtaPieces - 1 && lane() < Config::kCluster) {
-        sm90::arrive_at(sm90::map_shared(&shared.empty_ds[buffer].word, lane()));
-      }
+      if (piece == Config::kCtaPieces - 1) release_in_cluster<Config>(shared.empty_ds[buffer], lane());
       if (kOrdered && piece == 0) {
         if (sm90::elect()) wait_turn(static_cast<int32_t>(place), turn, seen);
         __syncwarp();

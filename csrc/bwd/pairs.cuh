@@ -8,7 +8,6 @@
 #include "bwd/dropout.cuh"
 #include "bwd/shared.cuh"
 #include "bwd/visible.cuh"
-#include "sm90/cluster.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -55,14 +54,6 @@ struct Pairs {
   __device__ __forceinline__ int32_t first_key() const { return shared.key_tile.tile * Config::kBlockKv + tile_key(); }
   __device__ __forceinline__ void release(sm90::Barrier& barrier) {
     if (lane() == 0) barrier.arrive();
-  }
-  // In each CTA of the cluster.
-  __device__ __forceinline__ void release_all(sm90::Barrier& barrier) {
-    if constexpr (Config::kCluster > 1) {
-      if (lane() < Config::kCluster) sm90::arrive_at(sm90::map_shared(&barrier.word, lane()));
-    } else {
-      release(barrier);
-    }
   }
   // A value that is the same in all lanes, made known as such: descriptors stay in uniform registers.
   static __device__ __forceinline__ int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }

@@ -10,6 +10,7 @@
 #include "mask/interval.h"
 #include "sched/tile_order.h"
 #include "sm90/barrier.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/fragment.h"
 #include "sm90/tensor_map.h"
 #include "sm90/tma.cuh"
@@ -183,6 +184,16 @@ struct Place {
 template <class Config>
 __device__ __forceinline__ uint32_t rank_of_cta() {
   return Config::kCluster > 1 ? blockIdx.x % Config::kCluster : 0;
+}
+
+// One arrival of a warp, in each CTA of the cluster.
+template <class Config>
+__device__ __forceinline__ void release_in_cluster(sm90::Barrier& barrier, uint32_t lane) {
+  if constexpr (Config::kCluster > 1) {
+    if (lane < Config::kCluster) sm90::arrive_at(sm90::map_shared(&barrier.word, lane));
+  } else {
+    if (lane == 0) barrier.arrive();
+  }
 }
 
 template <bool kOrdered>

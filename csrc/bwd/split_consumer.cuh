@@ -78,7 +78,7 @@ struct SplitConsumer : Pairs<Config> {
     Kept kept;
     if constexpr (kDropout) kept = this->draw(stage, sub);
     sm90::wgmma_wait<1>();
-    if (sub == 0 && before != stage) this->release_all(shared.empty[before]);
+    if (sub == 0 && before != stage) release_in_cluster<Config>(shared.empty[before], this->lane());
     sm90::wgmma_wait<0>();
     sm90::pin_registers(pairs);
     sm90::pin_registers(gradient);

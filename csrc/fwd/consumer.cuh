@@ -215,6 +215,13 @@ struct Consumer {
   __device__ __forceinline__ void release_k() { release(shared.empty_k[S::KvRing::stage(key_blocks)]); }
   __device__ __forceinline__ void release_v() { release(shared.empty_v[S::KvRing::stage(key_blocks - 1)]); }
 
+  // P V has been waited for: O is here, V is free, the next block is at hand.
+  __device__ __forceinline__ void take_output(Output& y) {
+    sm90::pin_registers(y.o);
+    release_v();
+    ++key_blocks;
+  }
+
   // Which weights of a key block dropout keeps. PERF: drawn among the exponentials, where the registers suffice; else before,
   // while S is on its way, and kept as bits.
   static constexpr bool kDrawsLate = !Score::kGeneral && Config::kHeadDim <= 128;
@@ -422,9 +429,7 @@ struct Consumer {
   template <int kBranch>
   __device__ __forceinline__ void end_output(Output& y) {
     sm90::wgmma_wait_in_branch<kBranch>();
-    sm90::pin_registers(y.o);
-    release_v();
-    ++key_blocks;
+    take_output(y);
   }
 
   // Steps 2 to 4 of a block with a soft cap, whose S is here: by the shortest exponent that serves all of the warp's S.
@@ -460,9 +465,7 @@ struct Consumer {
   __device__ __forceinline__ void finish_trying(Scores& x, Output& y, const KeyBlock& block, const Rows& rows) {
     if constexpr (kMasked) mask_scores(x, block, rows);
     sm90::wgmma_wait<0>();
-    sm90::pin_registers(y.o);
-    release_v();
-    ++key_blocks;
+    take_output(y);
     look_for_k();
     if (y.softmax.template try_exponentiate<Element>(x.s, y.p, params.scale_log2)) return;
     float factor[2];
@@ -532,9 +535,7 @@ struct Consumer {
     } else {
       sm90::wgmma_wait_behind(outgrown);
     }
-    sm90::pin_registers(y.o);
-    release_v();
-    ++key_blocks;
+    take_output(y);
     if (outgrown) {
       float factor[2];
       y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);

@@ -36,10 +36,9 @@ struct KernelInfo {
 std::vector<KernelInfo> kernels();
 
 // The kernel that would run these params (mask kind, softcap, ALiBi, dropout, dtype, head dims): of those that can, the
-// narrowest; with small tiles where there are few rows (few_rows.h). nullptr where none exists. Softcap, ALiBi and
-// dropout turn dense, causal and document masks into composite
-// ones. A hash mask has kernels of its own, which take rows and keys as they are; where the kernel found is another's, it
-// runs them in sorted order.
+// narrowest; with small tiles where there are few rows (few_rows.h). nullptr where none exists. Softcap, ALiBi and dropout
+// turn dense, causal and document masks into composite ones. A hash mask has kernels of its own, which take rows and keys as
+// they are; where the kernel found is another's, it runs them in sorted order.
 const KernelInfo* find_kernel(const AttentionParams& params);
 
 // Bytes of device memory that attention_forward needs beside its outputs: O(tiles + documents). 16-byte aligned; its

@@ -242,10 +242,13 @@ std::vector<KernelEntry> make_small_entries() {
   return {make_entry<mask::Dense, Config, attn::PlainScore>(), make_entry<mask::Causal, Config, attn::PlainScore>()};
 }
 
-// Short documents, ahead of the entries above: where both would do these are meant.
-template <class Config>
-std::vector<KernelEntry> make_short_document_entries() {
-  return {make_entry<mask::ShortPacked, Config, attn::PlainScore>()};
+// The same entries with documents, and short ones, in tiles of their own. The short ones' come first: where both would do they
+// are meant.
+template <class Config, class DocumentConfig, class ShortDocumentConfig>
+std::vector<KernelEntry> make_entries_by_length() {
+  std::vector<KernelEntry> entries = make_entries<Config, Config, Config, DocumentConfig>();
+  entries.insert(entries.begin(), make_entry<mask::ShortPacked, ShortDocumentConfig, attn::PlainScore>());
+  return entries;
 }
 
 // Rows by index, for whose loading warps Config leaves enough registers.

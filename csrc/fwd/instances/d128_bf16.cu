@@ -3,13 +3,8 @@
 namespace flashmsa::fwd {
 
 std::vector<KernelEntry> entries_d128_bf16() {
-  using Element = __nv_bfloat16;
-  std::vector<KernelEntry> entries = make_short_document_entries<ShortDocumentConfig128<Element>>();
-  for (const KernelEntry& entry :
-       make_entries<Config128<Element>, Config128<Element>, Config128<Element>, DocumentConfig128<Element>>()) {
-    entries.push_back(entry);
-  }
-  return entries;
+  return make_entries_by_length<Config128<__nv_bfloat16>, DocumentConfig128<__nv_bfloat16>,
+                                ShortDocumentConfig128<__nv_bfloat16>>();
 }
 
 }  // namespace flashmsa::fwd

@@ -22,6 +22,11 @@ def has_values(x: Tensor) -> bool:
     return x.device.type != "meta" and type(x).__name__ != "FakeTensor"
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether x's values can be looked at, if only by waiting for its device: not while a call is traced."""
+    return not torch.compiler.is_compiling() and has_values(x)
+
+
 def bucket_sort(bucket: Tensor) -> Tensor:
     """The stable order that sorts each row of ``bucket`` int32 (B, H, S); int32 (B, H, S)."""
     if _is_compiled("bucket_sort", bucket.device):
@@ -68,7 +73,7 @@ def block_list(
                  a bit 2 a + b for each 64-row half a and 64-key half b that is set
     bits         int32 (tiles, 128, 4): bit k of word w of a row is key 32 w + k; (0, 128, 4) without bits_mask
     """
-    if torch.compiler.is_compiling() or not has_values(blocks):
+    if not is_readable(blocks):
         most = max(blocks.shape[0] * blocks.shape[1] * -(-len_q // CELL) * -(-len_kv // CELL), 1)
         capacity, tile_capacity = (most if x < 0 else x for x in (capacity, tile_capacity))
     arguments = (blocks, block_q, block_kv, len_q, len_kv, bits_mask, capacity, tile_capacity)

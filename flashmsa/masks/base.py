@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._prepare import has_values
+from .._prepare import has_values, is_readable
 
 if TYPE_CHECKING:
     from .visible import Visible
@@ -172,7 +172,7 @@ class Interval(NamedTuple):
 
 def on_cpu(x: Tensor) -> bool:
     """Whether x's values can be looked at without waiting for a device, or for a trace."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(x)
+    return x.device.type == "cpu" and is_readable(x)
 
 
 def positions(align: str | None, len_q: int, len_kv: int, device: torch.device) -> Tensor:

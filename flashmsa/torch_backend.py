@@ -407,7 +407,7 @@ def _allowed(rules: _Rules, rows: slice, heads_kv: int) -> Tensor:
     allowed = rules.visible.rows(rows)
     heads = allowed.shape[1]
     # NOTE: a mask of as many heads as k has is shared by the query heads of each.
-    return allowed.unflatten(1, (heads_kv, heads // heads_kv)) if heads > 1 else allowed[:, :, None]
+    return allowed.unflatten(1, (heads_kv, heads // max(1, heads_kv))) if heads != 1 else allowed[:, :, None]
 
 
 def _kept(rules: _Rules, q: Tensor, rows: slice, k: Tensor) -> Tensor:

@@ -191,8 +191,9 @@ def _states_of_pairs(
     mixed = seen.flatten(-2).any(-1) & ~whole
     number = (mixed.flatten().cumsum(0) - 1).view(mixed.shape)
     # The last bit is the sign.
-    weight = torch.tensor([1 << n for n in range(_WORD - 1)] + [-(1 << _WORD - 1)], dtype=torch.int32)
-    bits = seen.unflatten(-1, (CELL // _WORD, _WORD)).mul(weight.to(blocks.device)).sum(-1, dtype=torch.int32)
+    weight = [1 << n for n in range(_WORD - 1)] + [-(1 << _WORD - 1)]
+    weight = torch.tensor(weight, dtype=torch.int32, device=blocks.device)
+    bits = seen.unflatten(-1, (CELL // _WORD, _WORD)).mul(weight).sum(-1, dtype=torch.int32)
     return whole, mixed, number, bits
 
 

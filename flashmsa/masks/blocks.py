@@ -191,6 +191,7 @@ class BlockSparse(Mask):
         mask = object.__new__(BlockSparse)
         set_fields(mask, block_size=self.block_size, shape=self.shape, capacity=self.capacity, _lengths=self._lengths)
         mask._set(moved)
+        set_fields(mask, _used=None if self._used is None else self._used.to(device))
         return mask
 
     def _check_shapes(self, batch: int, heads_q: int, heads_kv: int, len_q: int, len_kv: int) -> None:

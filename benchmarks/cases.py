@@ -434,7 +434,7 @@ def one_document(candidates: list[str], shrink: int = 1) -> list[Unit]:
 
 def small(candidates: list[str], shrink: int = 1) -> list[Unit]:
     """Short sequences: where does another kernel win? Decides from which length the dispatcher uses ours."""
-    names = [name for name in candidates if name in ("flashmsa", "cudnn", "flash")]
+    names = [name for name in candidates if name in ("flashmsa", "cudnn", "flash", "efficient")]
     cases = [
         Case(batch, max(1, HIDDEN // head_dim // shrink), max(16, length // min(shrink, 4)), head_dim)
         for head_dim in HEAD_DIMS

@@ -77,7 +77,7 @@ __device__ __forceinline__ TilePlace place_of(const KernelParams<Mask>& params, 
                                               int32_t tile) {
   TilePlace place;
   if constexpr (kKnowsFirstTile<Mask>) {
-    place.index = params.order_divisors.decode(order, tile);
+    place.index = params.parted_order.decode(tile);
     place.sequence = params.by_heads_q.divide(place.index.slice);
     place.head = place.index.slice - place.sequence * params.heads_q;
     place.kv_head = params.by_q_heads_per_kv_head.divide(place.head);

@@ -48,6 +48,7 @@ from .ops import attention
 from .paged import PagedExplanation, append_kv, explain_paged, gather_pages, paged_attention, paged_workspace
 from .reference import reference
 from .rope import Rope, apply_rope, rope_tables
+from .tune import autotune, use_tuning
 from .varlen import attention_varlen
 
 __version__ = "0.1.0"
@@ -70,6 +71,7 @@ __all__ = [
     "apply_rope",
     "attention",
     "attention_varlen",
+    "autotune",
     "check",
     "compat",
     "dropout_mask",
@@ -82,4 +84,5 @@ __all__ = [
     "paged_workspace",
     "reference",
     "rope_tables",
+    "use_tuning",
 ]

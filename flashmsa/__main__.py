@@ -1,9 +1,10 @@
-"""python -m flashmsa info | masks | demo | bench | check
+"""python -m flashmsa info | masks | demo | bench | tune | check
 
 info   device, driver, torch, build, and the compiled kernels with their tiles, registers and shared memory
 masks  every kind of mask: its picture, what it allows, what it costs (--write FILE renews a document that holds them)
 demo   search over the running Python's documentation: hundreds of texts packed into one sequence
 bench  times the kernels beside others' (from a source checkout; arguments go to benchmarks/run.py)
+tune   times every compiled kernel that can run a call, on a Hopper GPU, and says which is the fastest
 check  a quick self-test of this machine's backends against the float64 reference
 """
 
@@ -60,6 +61,12 @@ def bench(argv: list[str]) -> int:
     return 0
 
 
+def tune(argv: list[str]) -> int:
+    from .tune import main as run
+
+    return run(argv)
+
+
 def check(argv: list[str]) -> int:
     from .selftest import run
 
@@ -73,7 +80,7 @@ def _expect_none(command: str, argv: list[str]) -> None:
         raise SystemExit(2)
 
 
-COMMANDS = {"info": info, "masks": masks, "demo": demo, "bench": bench, "check": check}
+COMMANDS = {"info": info, "masks": masks, "demo": demo, "bench": bench, "tune": tune, "check": check}
 
 
 def main(argv: list[str] | None = None) -> int:

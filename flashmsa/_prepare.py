@@ -101,6 +101,17 @@ def _asked_once(name: str, device: torch.device) -> bool:
     return key != "CUDA" or machine_reason(device.index) is None
 
 
+def common_size(a: int, b: int) -> int:
+    """How many batches or heads two tensors have together, of which the fewer are shared by the more; 0 where either
+    has none."""
+    return max(a, b) if a and b else 0
+
+
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """``x`` (B, H, ...) for ``heads`` heads, of which each ``heads`` / H neighbours share one of x's."""
+    return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] else x
+
+
 def composed_bucket_sort(bucket: Tensor) -> Tensor:
     return torch.sort(bucket, dim=-1, stable=True).indices.to(torch.int32)
 
@@ -108,11 +119,10 @@ def composed_bucket_sort(bucket: Tensor) -> Tensor:
 def composed_bucket_rows(
     q_bucket: Tensor, q_order: Tensor, kv_bucket: Tensor, kv_order: Tensor, causal: bool, len_q: int, len_kv: int
 ) -> tuple[Tensor, Tensor]:
-    batch = max(q_bucket.shape[0], kv_bucket.shape[0])
-    heads = max(q_bucket.shape[1], kv_bucket.shape[1])
+    batch = common_size(q_bucket.shape[0], kv_bucket.shape[0])
+    heads = common_size(q_bucket.shape[1], kv_bucket.shape[1])
     q_bucket, q_order, kv_bucket, kv_order = (
-        x.repeat_interleave(heads // x.shape[1], 1).expand(batch, -1, -1).long()
-        for x in (q_bucket, q_order, kv_bucket, kv_order)
+        per_head(x, heads).expand(batch, -1, -1).long() for x in (q_bucket, q_order, kv_bucket, kv_order)
     )
     # One number for (bucket, position): keys sorted by bucket, and inside a bucket by position, ascend in it.
     step = 2**32
@@ -181,8 +191,9 @@ def _states_of_pairs(
     mixed = seen.flatten(-2).any(-1) & ~whole
     number = (mixed.flatten().cumsum(0) - 1).view(mixed.shape)
     # The last bit is the sign.
-    weight = torch.tensor([1 << n for n in range(_WORD - 1)] + [-(1 << _WORD - 1)], dtype=torch.int32)
-    bits = seen.unflatten(-1, (CELL // _WORD, _WORD)).mul(weight.to(blocks.device)).sum(-1, dtype=torch.int32)
+    weight = [1 << n for n in range(_WORD - 1)] + [-(1 << _WORD - 1)]
+    weight = torch.tensor(weight, dtype=torch.int32, device=blocks.device)
+    bits = seen.unflatten(-1, (CELL // _WORD, _WORD)).mul(weight).sum(-1, dtype=torch.int32)
     return whole, mixed, number, bits
 
 

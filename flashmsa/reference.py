@@ -59,7 +59,8 @@ def reference(
         distance = distance[:, None] if distance.dim() == 3 else distance
         parts = []
         rows = max(1, 2**25 // max(1, q.shape[0] * heads * len_kv))
-        for first in range(0, len_q, rows):
+        # NOTE: one block also of no rows, so that the result of no rows has gradients too.
+        for first in range(0, max(1, len_q), rows):
             block = slice(first, min(first + rows, len_q))
             allowed, away = dense[..., block, :], distance[..., block, :]
 
@@ -79,10 +80,7 @@ def reference(
                 kept = kept_rows(state, dropout_p, q.shape[0], heads, block, len_kv)
                 times = kept.double() * keep_scale(dropout_p)
             parts.append(_softmax_times_v(s, counted, v64, sinks64, times))
-    if parts:
-        result, lse = torch.cat([o for o, _ in parts], dim=2), torch.cat([x for _, x in parts], dim=2)
-    else:
-        result, lse = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64), q.new_zeros(q.shape[:3]).double()
+    result, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
     if out is not None:
         result = out.copy_(result)
     return (result, lse) if return_lse else result

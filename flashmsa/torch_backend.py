@@ -85,6 +85,9 @@ def _rules(
     return _Rules(scale, float(softcap), rows, float(dropout_p), rng_state)
 
 
+_BATCHED = torch._C._parse_dispatch_key("Batched")
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -110,6 +113,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        # NOTE: torch.autograd.grad(is_grads_batched=True), which has a vmap of its own.
+        if any(torch._C._dispatch_keys(x).has(_BATCHED) for x in (d_out, d_lse)):
+            raise NotImplementedError(
+                "flashmsa.attention: vmap is not supported, of gradients neither; ask for them one by one"
+            )
         q, k, v, sinks, slopes, out, lse, rng_state, *rows = ctx.saved_tensors
         scale, softcap, dropout_p = ctx.numbers
         rules = _Rules(scale, softcap, Visible(*rows), dropout_p, rng_state)
@@ -407,7 +415,7 @@ def _allowed(rules: _Rules, rows: slice, heads_kv: int) -> Tensor:
     allowed = rules.visible.rows(rows)
     heads = allowed.shape[1]
     # NOTE: a mask of as many heads as k has is shared by the query heads of each.
-    return allowed.unflatten(1, (heads_kv, heads // heads_kv)) if heads > 1 else allowed[:, :, None]
+    return allowed.unflatten(1, (heads_kv, heads // max(1, heads_kv))) if heads != 1 else allowed[:, :, None]
 
 
 def _kept(rules: _Rules, q: Tensor, rows: slice, k: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 
     python tests/sanitize.py --tool memcheck                        all calls; so racecheck, synccheck, initcheck
     python tests/sanitize.py --tool racecheck --part forward --shard 1/4
+    python tests/sanitize.py --limit 60 --ran done.txt --skip done.txt    what earlier runs of this line left
     python tests/sanitize.py --names                                which kernels of the extension the calls launch
     python tests/sanitize.py --list
 
@@ -75,8 +76,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tool", choices=TOOLS, default="memcheck")
-    add("--part", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)}")
+    add("--part", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)}; they run in this order")
     add("--calls", default="", help="regular expression that a call's name must contain")
+    add("--skip", type=Path, metavar="FILE", help="leave out the calls whose names are lines of this file")
+    add("--ran", type=Path, metavar="FILE", help="add the names of the calls that ran to this file")
     add("--shard", type=shard, default=(1, 1), metavar="K/N", help="the K-th of N parts of the calls")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="processes beside each other")
     add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="no call starts later than that")
@@ -94,6 +97,10 @@ def chosen_calls(args: argparse.Namespace) -> list[Call]:
     if unknown := [part for part in parts if part not in PARTS]:
         raise SystemExit(f"--part: {', '.join(unknown)} not among {', '.join(PARTS)}")
     calls = [c for c in kernel_calls.all_calls() if c.part in parts and re.search(args.calls, c.name)]
+    if args.skip is not None and args.skip.exists():
+        done = set(args.skip.read_text(encoding="utf-8").splitlines())
+        calls = [c for c in calls if c.name not in done]
+    calls.sort(key=lambda call: parts.index(call.part))
     if args.waits:
         calls = [c for c in calls if re.search(WAITS[args.waits], c.kernel)]
     index, count = args.shard
@@ -184,6 +191,8 @@ def child_command(args: argparse.Namespace, job: int, deadline: float, waits: st
     index, count = args.shard
     part = f"{index + count * job}/{count * args.jobs}"  # every jobs-th call of this shard
     options = ["--part", args.part, "--calls", args.calls, "--shard", part, "--limit", repr(deadline)]
+    if args.skip is not None:
+        options += ["--skip", str(args.skip)]
     if waits is not None:
         options += ["--waits", waits]
     return [sys.executable, str(Path(__file__).resolve()), "--child", *options]
@@ -199,7 +208,12 @@ def sanitize(args: argparse.Namespace, program: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for waits in WAITS if args.tool == "synccheck" else (None,):
             run_jobs(args, program, waits, deadline, folder, findings)
-    return report(args, calls, findings, time.time() - started)
+    status = report(args, calls, findings, time.time() - started)
+    if args.ran is not None:
+        # NOTE: behind the last process, since one file may be for both.
+        with open(args.ran, "a", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in findings.ran)
+    return status
 
 
 def run_jobs(

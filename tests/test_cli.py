@@ -91,16 +91,16 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_help_and_unknown_commands(capsys: pytest.CaptureFixture) -> None:
     for argv in ([], ["--help"]):
         assert cli.main(argv) == 0
-        assert "info | masks | demo | bench | check" in capsys.readouterr().out
-    assert cli.main(["tune"]) == 2
-    assert "'tune' is no command; one of info, masks, demo, bench, check" in capsys.readouterr().err
+        assert "info | masks | demo | bench | tune | check" in capsys.readouterr().out
+    assert cli.main(["train"]) == 2
+    assert "'train' is no command; one of info, masks, demo, bench, tune, check" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         cli.main(["info", "--all"])
     assert stopped.value.code == 2 and "info: takes no arguments, got --all" in capsys.readouterr().err
 
 
 def test_arguments_reach_demo_and_bench() -> None:
-    for name, word in (("demo", "demo"), ("bench", "--dry-run")):
+    for name, word in (("demo", "demo"), ("bench", "--dry-run"), ("tune", "--head-dims")):
         done = command("-m", "flashmsa", name, "--help")
         assert done.returncode == 0, done.stderr
         assert "usage" in done.stdout and word in done.stdout

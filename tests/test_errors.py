@@ -384,6 +384,14 @@ def test_vmap_raises(call: Call) -> None:
 
 
 @EVERYWHERE
+def test_vmap_of_gradients_raises(call: Call) -> None:
+    q = call.q.clone().requires_grad_()
+    out = flashmsa.attention(q, call.k, call.v, backend=call.target.backend)
+    with pytest.raises(NotImplementedError, match="vmap is not supported"):
+        torch.autograd.grad(out, q, torch.ones_like(out)[None], is_grads_batched=True)
+
+
+@EVERYWHERE
 def test_forward_mode_ad_raises(call: Call) -> None:
     with pytest.raises(NotImplementedError, match=r"forward-mode|jvp"):
         torch.func.jvp(

@@ -957,7 +957,6 @@ def test_checked_values() -> None:
         (lambda: HashBucket(int32([[[1]] * 3]), int32([[[1]] * 2])), ValueError, r"kv_bucket: 2 heads do not divide"),
         (lambda: BlockSparse(torch.ones(2, 2).bool()), ValueError, r"blocks: shape \(2, 2\)"),
         (lambda: BlockSparse(torch.ones(1, 1, 2, 2)), TypeError, r"blocks: dtype torch.float32; must be torch.bool"),
-        (lambda: BlockSparse(torch.ones(0, 1, 2, 2).bool()), ValueError, r"blocks: shape \(0, 1, 2, 2\)"),
         (lambda: BlockSparse(ONE_BLOCK, (128, 100)), ValueError, r"block_size: 100 is no multiple of 64; .*: 128"),
         (lambda: BlockSparse(ONE_BLOCK, (0, 64)), ValueError, r"block_size: 0 is no multiple of 64; .*: 64"),
         (lambda: BlockSparse(ONE_BLOCK, (64, 64.0)), TypeError, r"block_size: \(64, 64.0\); must be two ints"),
@@ -1089,3 +1088,39 @@ def test_drawings_of_blocks_with_another_mask() -> None:
 def test_no_drawing_where_it_would_fill_the_memory() -> None:
     mask = Document([0, 2**31 - 1])
     assert str(mask) == repr(mask) and str(mask & Causal()) == repr(mask & Causal())
+
+
+def test_the_default_device_is_that_of_lists_alone() -> None:
+    """What is made of CPU tensors stays on the CPU, whatever torch.device is in effect."""
+    ids = torch.tensor([[0, 0, 1], [2, 2, -1]])
+    mixed = torch.tensor([[0, 1, 0]])
+    columns = int32([2, 2, 5, 5, 5]).view(1, 1, 5, 1)
+    q = torch.randn(2, 2, 3, 8)
+    cuts, used = int32([0, 2, 3]), int32([2, 0])
+    made: dict[str, Callable[[], object]] = {
+        "ids": lambda: Document.from_ids(ids),
+        "ids as buckets": lambda: Document.from_ids(mixed),
+        "columns": lambda: Document.from_startend_row_indices(columns, causal=True),
+        "pairs": lambda: BlockSparse.from_dense(torch.ones_like(ids, dtype=torch.bool)),
+        "sequences": lambda: PerSequence(Causal(), cuts, cuts, used),
+    }
+    for name, make in made.items():
+        expected = make()
+        with torch.device("meta"):
+            mask = make()
+            assert mask.device == torch.device("cpu"), name
+            dense = mask.to_dense(*mask._natural_size())
+            assert mask == expected and str(mask) == str(expected)
+        assert torch.equal(dense, expected.to_dense(*mask._natural_size()))
+    with torch.device("meta"):
+        assert Document([0, 2, 3]).device == torch.device("meta")
+        with pytest.raises(ValueError, match=r"offsets\[2\]: 1 is below the 2 before it"):
+            Document([0, 2, 1])
+        for mask in (Causal(), Document.from_ids(ids)):
+            for backend in ("cpu", "torch"):
+                assert flashmsa.attention(q, q, q, mask, backend=backend).device == q.device
+
+
+def test_a_moved_mask_still_knows_how_many_cells_are_set() -> None:
+    mask = BlockSparse(torch.zeros(1, 1, 2, 2, dtype=torch.bool), capacity=1).to("meta")
+    assert mask._used is not None

@@ -71,6 +71,23 @@ def test_jobs_share_out_a_shard() -> None:
     assert names == sorted(call.name for call in sanitize.chosen_calls(args))
 
 
+def test_parts_run_in_the_order_given() -> None:
+    parts = [call.part for call in sanitize.chosen_calls(sanitize.parse(["--part", "prepare,forward"]))]
+    assert parts == sorted(parts, reverse=True) and parts[0] == "prepare"
+
+
+def test_calls_that_ran_are_left_out(tmp_path) -> None:
+    file = tmp_path / "done.txt"
+    options = ["--part", "prepare", "--skip", str(file)]
+    every = [call.name for call in sanitize.chosen_calls(sanitize.parse(options))]  # no file yet
+    file.write_text(f"{every[0]}\n{every[3]}\nanother call\n")
+    left = [name for name in every if name not in (every[0], every[3])]
+    args = sanitize.parse([*options, "--jobs", "2"])
+    assert [call.name for call in sanitize.chosen_calls(args)] == left
+    jobs = [sanitize.parse(sanitize.child_command(args, job, float("inf"))[2:]) for job in range(2)]
+    assert sorted(call.name for job in jobs for call in sanitize.chosen_calls(job)) == sorted(left)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What the sanitizer says
 

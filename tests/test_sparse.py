@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
+from gradients import run_backward
 from helpers import (
     ALL_FAMILIES,
     CAUSAL,
     DENSE,
+    ONE_EACH,
     Blocks,
     Buckets,
     Dilated,
@@ -66,6 +69,93 @@ def test_every_family(target: Target, family: str) -> None:
         q, k, v = make_qkv(target, batch, heads, len_q, len_kv, 64, 40)
         with poisoned_allocations():
             run_and_check(target, q, k, v, mask_for(family, batch, len_q, len_kv, heads=heads))
+
+
+def masks_of(batch: int, heads: int, device: str) -> dict[str, flashmsa.Mask]:
+    """Each mask whose tensors have a batch or heads, for 70 queries and 130 keys."""
+    offsets = torch.zeros(batch, 6, dtype=torch.int32, device=device)
+    q_bucket, kv_bucket = (torch.zeros(batch, heads, n, dtype=torch.int32, device=device) for n in (70, 130))
+    blocks = torch.ones(batch, heads, 2, 3, dtype=torch.bool, device=device)
+    pairs = torch.ones(batch, heads, 70, 130, dtype=torch.bool, device=device)
+    listed = flashmsa.BlockSparse(blocks, 64)
+    return {
+        "documents": Document(offsets, offsets, causal=True),
+        "documents and a window": Document(offsets, offsets) & flashmsa.SlidingWindow(3),
+        "prefixes": flashmsa.PrefixLM(torch.zeros(batch, dtype=torch.int32, device=device)),
+        "buckets": HashBucket(q_bucket, kv_bucket, causal=True),
+        "blocks": listed,
+        "blocks with a capacity": flashmsa.BlockSparse(blocks, 64, capacity=9),
+        "causal blocks": listed & Causal(),
+        "pairs": flashmsa.BlockSparse.from_dense(pairs),
+    }
+
+
+WITHOUT_HEADS = ("documents", "documents and a window", "prefixes")
+
+
+@pytest.mark.parametrize("target", ONE_EACH)
+@pytest.mark.parametrize(
+    ("batch", "heads", "of_mask"),
+    [
+        (0, (4, 2), (0, 4)),
+        (0, (4, 2), (0, 1)),
+        (0, (4, 2), (1, 4)),
+        (2, (0, 0), (2, 0)),
+        (2, (0, 0), (1, 0)),
+        (2, (0, 2), (2, 0)),
+        (0, (0, 0), (0, 0)),
+    ],
+)
+def test_case_3_masks_of_no_batch_or_no_head(target: Target, batch: int, heads, of_mask: tuple[int, int]) -> None:
+    q, k, v = make_qkv(target, batch, heads, 70, 130, 64, 40)
+    d_out, d_lse = q.new_zeros(batch, heads[0], 70, 40), torch.zeros(batch, heads[0], 70, device=q.device)
+    for name, mask in masks_of(*of_mask, target.device).items():
+        if name in WITHOUT_HEADS and of_mask[0] != batch:
+            continue
+        found = run_backward(target, q, k, v, mask, d_out, d_lse)
+        assert found["out"].shape == (batch, heads[0], 70, 40) and found["lse"].shape == (batch, heads[0], 70)
+        for gradient, like in (("dq", q), ("dk", k), ("dv", v)):
+            assert found[gradient].shape == like.shape and not found[gradient].count_nonzero(), (name, gradient)
+        expected = flashmsa.reference(q, k, v, mask)
+        assert expected.shape == (batch, heads[0], 70, 40)
+
+
+@pytest.mark.parametrize("of_mask", [(0, 4), (0, 1), (2, 0), (1, 0), (0, 0)])
+def test_what_masks_of_no_batch_or_no_head_can_do(of_mask: tuple[int, int]) -> None:
+    for name, mask in masks_of(*of_mask, "cpu").items():
+        assert copy.deepcopy(mask) == mask, name
+        dense = mask.to_dense(70, 130)
+        assert dense.shape[-2:] == (70, 130)
+        if name not in WITHOUT_HEADS:
+            assert dense.shape[:2] == of_mask, name
+        if not dense.numel():
+            assert mask.sparsity(70, 130) == 0.0
+            assert mask.draw(70, 130) == "(nothing to draw: no batch or no head)"
+            assert "nothing to draw" in str(mask)
+        heads = 2 if name in WITHOUT_HEADS else of_mask[1]
+        q, k = (torch.randn(of_mask[0], heads, n, 16) for n in (70, 130))
+        told = flashmsa.explain(q, k, k, mask)
+        if not q.numel():
+            assert (told.full, told.partial, told.pairs) == (0, 0, 0), name
+        for other, what, mine in (((2, heads), "batch", of_mask[0]), ((of_mask[0], 4), "heads", heads)):
+            if mine == 0:
+                q, k = (torch.randn(*other, n, 16) for n in (70, 130))
+                for backend in ("cpu", "torch"):
+                    with pytest.raises(ValueError, match=what):
+                        flashmsa.attention(q, k, k, mask, backend=backend)
+
+
+def test_masks_of_no_batch_take_new_values() -> None:
+    buckets = torch.zeros(0, 4, 70, dtype=torch.int32)
+    mask = HashBucket(buckets)
+    mask.update(buckets)
+    blocks = torch.ones(0, 4, 2, 3, dtype=torch.bool)
+    for capacity in (None, 3):
+        listed = flashmsa.BlockSparse(blocks, 64, capacity=capacity)
+        listed.update(~blocks)
+        assert listed == flashmsa.BlockSparse(blocks, 64)
+    with pytest.raises(ValueError, match="kv_bucket: 0 heads do not divide q_bucket's 4"):
+        HashBucket(torch.zeros(1, 4, 70, dtype=torch.int32), torch.zeros(1, 0, 70, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

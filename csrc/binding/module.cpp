@@ -8,6 +8,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "binding/arguments.h"
@@ -269,6 +271,14 @@ py::list kernels() {
   return list;
 }
 
+void replace_kernel(const std::string& name, const std::string& by) {
+#ifdef FLASHMSA_WITH_CUDA
+  fwd::replace_kernel(name, by);
+#else
+  throw std::invalid_argument("kernel: " + name + " by " + by + ", but this build has no kernels: " + kCudaLeftOut);
+#endif
+}
+
 py::list backward_kernels() {
   py::list list;
 #ifdef FLASHMSA_WITH_CUDA
@@ -390,6 +400,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info,
         "What was built: cuda, cuda_version, arch, compiler, torch, and the reason where kernels were left out.");
   m.def("kernels", &kernels, "Every compiled sm_90a forward kernel, as dicts.");
+  m.def(
+      "replace_kernel", &replace_kernel, py::arg("name"), py::arg("by"),
+      "From now on the forward kernel `by` runs the calls of the one named `name` that it serves; itself: as compiled. "
+      "ValueError for a name that no kernel has.");
   m.def("backward_kernels", &backward_kernels, "Every compiled sm_90a backward kernel, as dicts.");
   m.def(
       "find_kernel", torch::wrap_pybind_function(&find_kernel), py::arg("mask"), py::arg("dtype"), py::arg("head_dim"),

@@ -1,7 +1,7 @@
 // Schemas and dispatch of flashmsa::attention and its backward pass.
 //
 //   Autograd                     see autograd.cpp
-//   FuncTorchBatched             refuses
+//   FuncTorchBatched, Batched    refuse
 //   AutocastCPU, AutocastCUDA    cast q, k, v as scaled_dot_product_attention's are; the backward pass takes what was saved
 //   CPU, CUDA                    the two native backends
 //   Meta                         shapes and strides for tracing
@@ -246,6 +246,12 @@ struct RefuseVmap<R(Args...)> {
   static R call(Args...) { refuse_vmap(); }
 };
 
+void refuse_vmap_of_all(torch::Library& m) {
+  m.impl("attention", &RefuseVmap<Functional>::call);
+  m.impl("attention.out", &RefuseVmap<Out>::call);
+  m.impl("attention_backward", &RefuseVmap<Backward>::call);
+}
+
 // ---- Autocast
 
 template <c10::DispatchKey kKey, c10::DeviceType kDevice>
@@ -340,11 +346,10 @@ TORCH_LIBRARY_IMPL(flashmsa, Meta, m) {
   m.impl("attention_backward", &attention_backward_meta);
 }
 
-TORCH_LIBRARY_IMPL(flashmsa, FuncTorchBatched, m) {
-  m.impl("attention", &RefuseVmap<Functional>::call);
-  m.impl("attention.out", &RefuseVmap<Out>::call);
-  m.impl("attention_backward", &RefuseVmap<Backward>::call);
-}
+TORCH_LIBRARY_IMPL(flashmsa, FuncTorchBatched, m) { refuse_vmap_of_all(m); }
+
+// torch.autograd.grad(is_grads_batched=True) has a vmap of its own.
+TORCH_LIBRARY_IMPL(flashmsa, Batched, m) { refuse_vmap_of_all(m); }
 
 TORCH_LIBRARY_IMPL(flashmsa, AutocastCPU, m) {
   m.impl("attention", &attention_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>);

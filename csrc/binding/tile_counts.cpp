@@ -119,6 +119,7 @@ TileCounts count_tiles(const AttentionParams& p, int32_t block_q, int32_t block_
 }  // namespace
 
 TileCounts count_tiles(const AttentionParams& params, int32_t block_q, int32_t block_kv, int32_t least_packed) {
+  if (params.batch == 0 || params.heads_q == 0) return {};  // nor do the mask's tensors hold anything then
   // Weights are dropped by the composite mask's kernels.
   const bool simple = params.mask.kind < MaskKind::kComposite;
   if (params.dropout_p > 0 && simple) return count_tiles<mask::Composite>(params, block_q, block_kv);

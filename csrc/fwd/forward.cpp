@@ -1,7 +1,9 @@
 #include "fwd/forward.h"
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 
 #include "core/philox.h"
 #include "fwd/few_rows.h"
@@ -32,6 +34,23 @@ const std::vector<KernelEntry>& table() {
     return all;
   }();
   return entries;
+}
+
+// For each kernel of the table the one to take instead, by its place there; itself unless tuning has found a faster one.
+std::vector<std::atomic<int32_t>>& replacements() {
+  static std::vector<std::atomic<int32_t>> places = [] {
+    std::vector<std::atomic<int32_t>> all(table().size());
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int32_t>(i);
+    return all;
+  }();
+  return places;
+}
+
+int32_t place_of(const std::string& name) {
+  for (size_t i = 0; i < table().size(); ++i) {
+    if (table()[i].info.name == name) return static_cast<int32_t>(i);
+  }
+  throw std::invalid_argument("kernel: no forward kernel is named " + name + "; kernels() lists them");
 }
 
 // Whether indexed.cuh can count a head's bytes in pieces of 16 by 32 bits.
@@ -65,10 +84,14 @@ const KernelEntry* find_of(MaskKind kind, const AttentionParams& params) {
     }
     const bool as_narrow = found != nullptr && entry.info.head_dim_bucket == found->info.head_dim_bucket &&
                            entry.info.head_dim_v_bucket == found->info.head_dim_v_bucket;
-    if (as_narrow && has_few_rows(params, {entry.info.block_q, entry.info.ctas_per_sm}, found->info.block_q))
-      return &entry;
+    if (as_narrow && has_few_rows(params, {entry.info.block_q, entry.info.ctas_per_sm}, found->info.block_q)) {
+      found = &entry;
+      break;
+    }
   }
-  return found;
+  if (found == nullptr) return nullptr;
+  const KernelEntry& instead = table()[replacements()[found - table().data()].load(std::memory_order_relaxed)];
+  return serves(instead.info) ? &instead : found;
 }
 
 // Every mask but a list is a composite one too, whose kernels have all options.
@@ -98,6 +121,8 @@ const KernelInfo* find_kernel(const AttentionParams& params) {
   const KernelEntry* entry = find(params);
   return entry == nullptr ? nullptr : &entry->info;
 }
+
+void replace_kernel(const std::string& name, const std::string& by) { replacements()[place_of(name)] = place_of(by); }
 
 size_t workspace_size(const AttentionParams& params, int32_t num_sms) {
   return require(params).workspace_bytes(params, num_sms);

@@ -41,6 +41,10 @@ std::vector<KernelInfo> kernels();
 // they are; where the kernel found is another's, it runs them in sorted order.
 const KernelInfo* find_kernel(const AttentionParams& params);
 
+// From now on the kernel `by` runs the calls that find_kernel would have given to the kernel `name`, those of them that it
+// serves; its own name: as compiled. For every thread; not while one is launching. Throws std::invalid_argument for a name that no kernel has.
+void replace_kernel(const std::string& name, const std::string& by);
+
 // Bytes of device memory that attention_forward needs beside its outputs: O(tiles + documents). 16-byte aligned; its
 // content does not matter before or after. 0 for small grids without a plan.
 size_t workspace_size(const AttentionParams& params, int32_t num_sms);

@@ -107,8 +107,8 @@ class Mask:
         row_edges = [r * len_q // rows for r in range(rows + 1)]
         column_edges = [c * len_kv // columns for c in range(columns + 1)]
         visible = self._visible(len_q, len_kv)
-        if visible.begin.shape[0] == 0:
-            return "(nothing to draw: a batch of 0)"
+        if 0 in visible.planes:
+            return "(nothing to draw: no batch or no head)"
         lines = []
         for top, bottom in pairwise(row_edges):
             counts = visible.count_columns(top, bottom, column_edges)

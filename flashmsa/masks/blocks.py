@@ -39,8 +39,6 @@ class BlockSparse(Mask):
 
     def __init__(self, blocks: Tensor, block_size: tuple[int, int] = (CELL, CELL), *, capacity: int | None = None):
         check_tensor("blocks", blocks, torch.bool, (4,), _SHAPE)
-        if 0 in blocks.shape[:2]:
-            raise ValueError(f"blocks: shape {tuple(blocks.shape)}; must be {_SHAPE}, of one batch and head at least")
         block_size = _as_block_size(block_size)
         if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
             error = ValueError if type(capacity) is int else TypeError
@@ -126,8 +124,6 @@ class BlockSparse(Mask):
             )
         check_tensor("attn_mask", attn_mask, torch.bool, (2, 4), "(Sq, Sk) or (B or 1, Hq or 1, Sq, Sk)")
         dense = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask
-        if 0 in dense.shape[:2]:
-            raise ValueError(f"attn_mask: shape {tuple(attn_mask.shape)}; must be of one batch and head at least")
         counts = [-(-n // CELL) for n in dense.shape[2:]]
         return cls._of_pairs(torch.ones(*dense.shape[:2], *counts, dtype=torch.bool, device=dense.device), dense)
 
@@ -195,6 +191,7 @@ class BlockSparse(Mask):
         mask = object.__new__(BlockSparse)
         set_fields(mask, block_size=self.block_size, shape=self.shape, capacity=self.capacity, _lengths=self._lengths)
         mask._set(moved)
+        set_fields(mask, _used=None if self._used is None else self._used.to(device))
         return mask
 
     def _check_shapes(self, batch: int, heads_q: int, heads_kv: int, len_q: int, len_kv: int) -> None:
@@ -232,7 +229,7 @@ class BlockSparse(Mask):
     def _used_cells(self) -> list[Tensor]:
         """The list without what is left of its capacity."""
         row_start, whole_count, cells, detail, bits = self._cells
-        used = int(row_start[-1, -1, -1])
+        used = int(row_start[-1, -1, -1]) if row_start.numel() else 0
         return [row_start, whole_count, cells[:used], detail[:used], bits]
 
     def __repr__(self) -> str:

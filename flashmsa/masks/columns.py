@@ -15,7 +15,12 @@ def from_columns(indices: Tensor, causal: bool) -> Mask:
     check_tensor("startend_row_indices", indices, torch.int32, (4,), _SHAPE)
     if indices.shape[3] not in ((1, 2) if causal else (2, 4)) or 0 in indices.shape[:2]:
         raise ValueError(f"startend_row_indices: shape {tuple(indices.shape)} with causal={causal}; must be {_SHAPE}")
-    values = indices.detach().cpu().long()
+    # NOTE: all of it on the CPU, whatever torch's default device is.
+    with torch.device("cpu"):
+        return _mask_of(indices.detach().cpu().long(), causal).to(indices.device)
+
+
+def _mask_of(values: Tensor, causal: bool) -> Mask:
     if not torch.equal(values, values[:, :1].expand_as(values)):
         raise _no_interval("its heads differ")
     length = values.shape[2]
@@ -27,7 +32,7 @@ def from_columns(indices: Tensor, causal: bool) -> Mask:
     for find in (_documents_and_window, _first_keys, _prefix):
         mask = find(begin, end, seen, length)
         if mask is not None:
-            return mask.to(indices.device)
+            return mask
     raise _no_interval("no document, window or prefix mask has these columns")
 
 

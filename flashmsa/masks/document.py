@@ -20,7 +20,8 @@ class Document(IntervalMask):
     """Sequences packed one after another: query i and key j must lie in the same document.
 
     offsets     int32 (n + 1,), shared by the batch, or (B, n + 1): document d is [offsets[d], offsets[d + 1]). Starts
-                at 0 and never decreases; empty documents are fine. A sequence of Python ints makes a CPU tensor.
+                at 0 and never decreases; empty documents are fine. A sequence of Python ints makes a tensor on torch's
+                default device, the CPU unless it was set.
     kv_offsets  the documents' places among the keys, the same shape; None: the same as ``offsets``.
     causal      within its document, query i sees no key past its own position, aligned at the document's end.
 
@@ -78,7 +79,7 @@ class Document(IntervalMask):
         # Rows with fewer documents are filled up with empty ones at their end.
         most = max((len(row) for row in cuts), default=1)
         filled = [row + row[-1:] * (most - len(row)) for row in cuts]
-        offsets = torch.tensor(filled, dtype=torch.int32).reshape(*ids.shape[:-1], most)
+        offsets = torch.tensor(filled, dtype=torch.int32, device="cpu").reshape(*ids.shape[:-1], most)
         return cls(offsets.to(ids.device), causal=causal)
 
     @classmethod
@@ -175,7 +176,8 @@ class Document(IntervalMask):
 
 def _as_offsets(name: str, value: Any) -> Tensor:
     """``value`` as an int32 tensor, its values checked where they lie on the CPU."""
-    if not isinstance(value, Tensor):
+    listed = not isinstance(value, Tensor)
+    if listed:
         if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             raise TypeError(f"{name}: {type(value).__name__}; must be an int32 tensor, or a sequence of ints")
         value = _from_ints(name, value)
@@ -186,7 +188,7 @@ def _as_offsets(name: str, value: Any) -> Tensor:
     # NOTE: while a graph is traced there are no values to look at.
     if on_cpu(value):
         check_offset_values(name, value)
-    return value
+    return value.to(torch.empty(0).device) if listed else value
 
 
 def _from_ints(name: str, values: Sequence[Any]) -> Tensor:
@@ -195,7 +197,7 @@ def _from_ints(name: str, values: Sequence[Any]) -> Tensor:
             raise TypeError(f"{name}[{index}]: {x!r} is a {type(x).__name__}; must be an int")
         if not -INT32_MAX <= x <= INT32_MAX:
             raise ValueError(f"{name}[{index}]: {x} does not fit into int32; at most {INT32_MAX}")
-    return torch.tensor(list(values), dtype=torch.int32)
+    return torch.tensor(list(values), dtype=torch.int32, device="cpu")
 
 
 def check_offset_values(name: str, values: Tensor) -> None:

@@ -91,8 +91,8 @@ class HashBucket(Mask):
         """(B or 1, H or 1, len_q, len_kv), for the lengths of the buckets only (ValueError for others)."""
         self._check_lengths(len_q, len_kv)
         q_bucket, kv_bucket = self._buckets()
-        heads = max(q_bucket.shape[1], kv_bucket.shape[1])
-        q_bucket, kv_bucket = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q_bucket, kv_bucket))
+        heads = _prepare.common_size(q_bucket.shape[1], kv_bucket.shape[1])
+        q_bucket, kv_bucket = (_prepare.per_head(x, heads) for x in (q_bucket, kv_bucket))
         dense = q_bucket[..., :, None] == kv_bucket[..., None, :]
         if self.causal:
             i, j = (torch.arange(n, device=q_bucket.device) for n in (len_q, len_kv))
@@ -148,13 +148,12 @@ class HashBucket(Mask):
 
 def _check_bucket(name: str, bucket: Tensor) -> None:
     check_tensor(name, bucket, torch.int32, (3,), _SHAPE)
-    if bucket.shape[0] == 0 or bucket.shape[1] == 0:
-        raise ValueError(f"{name}: shape {tuple(bucket.shape)}; must be {_SHAPE}, of one batch and head at least")
 
 
 def _check_pair(q_bucket: Tensor, kv_bucket: Tensor) -> None:
     if q_bucket.shape[0] != kv_bucket.shape[0] and 1 not in (q_bucket.shape[0], kv_bucket.shape[0]):
         raise ValueError(f"kv_bucket: a batch of {kv_bucket.shape[0]} does not match q_bucket's {q_bucket.shape[0]}")
     heads_q, heads_kv = q_bucket.shape[1], kv_bucket.shape[1]
-    if heads_q != 1 and heads_q % heads_kv:
+    # NOTE: no head at all goes with none, and with one for all.
+    if heads_q != 1 and (heads_q % heads_kv if heads_kv else heads_q):
         raise ValueError(f"kv_bucket: {heads_kv} heads do not divide q_bucket's {heads_q}")

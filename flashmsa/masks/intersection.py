@@ -10,7 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import ALIGNMENTS, BLOCK_SPARSE, COMPOSITE, UNBOUNDED, Band, Interval, Lowered, Mask, describe, set_fields
+from .base import (
+    ALIGNMENTS,
+    BLOCK_SPARSE,
+    COMPOSITE,
+    UNBOUNDED,
+    Band,
+    Interval,
+    Lowered,
+    Mask,
+    describe,
+    same_tensors,
+    set_fields,
+)
 
 # Bits of a composite's flags: which tensors follow, and how positions are counted for ALiBi.
 DOCUMENTS, KV_USED, PREFIX_BR, PREFIX_TL, LOCAL_PREFIX_BR, LOCAL_PREFIX_TL, PER_DOCUMENT, TOP_LEFT = (
@@ -201,7 +213,7 @@ class PerSequence(Mask):
         """Reads the offsets, so it waits for their device."""
         cuts = zip(self.q_offsets.tolist(), self.kv_offsets.tolist(), strict=True)
         used = None if self.kv_used is None else self.kv_used.tolist()
-        dense = torch.zeros(len_q, len_kv, dtype=torch.bool)
+        dense = torch.zeros(len_q, len_kv, dtype=torch.bool, device="cpu")
         (q_begin, kv_begin), *ends = cuts
         for d, (q_end, kv_end) in enumerate(ends):
             keys = kv_end - kv_begin if used is None else min(max(used[d], 0), kv_end - kv_begin)
@@ -225,6 +237,15 @@ class PerSequence(Mask):
 
     def _natural_size(self) -> tuple[int, int]:
         return int(self.q_offsets[-1]), int(self.kv_offsets[-1])
+
+    def __eq__(self, other: object) -> bool:
+        """The same mask in the same sequences, on one device. Reads the offsets, so it waits for their device."""
+        if not isinstance(other, PerSequence):
+            return NotImplemented
+        mine, theirs = ((x.q_offsets, x.kv_offsets, x.kv_used) for x in (self, other))
+        return self.mask == other.mask and same_tensors(mine, theirs)
+
+    __hash__ = None  # type: ignore[assignment]  # it holds tensors, whose values may change
 
     def __repr__(self) -> str:
         used = "" if self.kv_used is None else f", {describe(self.kv_used)}"

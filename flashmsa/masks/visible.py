@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._prepare import common_size
 from .base import ALIGNMENTS, CAUSAL, COMPOSITE, DENSE, DILATED, DOCUMENT, HASH, UNBOUNDED, Band, row_blocks
 from .intersection import (
     DOCUMENTS,
@@ -45,6 +46,12 @@ class Visible(NamedTuple):
     kv_class: Tensor | None = None
     cells: Tensor | None = None  # int32 (B, H, cells of rows, cells of keys): the cell's detail, or -2 where not listed
     bits: Tensor | None = None  # int32 (tiles, 128, 4): the mixed cells pair by pair, where the mask has them so
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """(B, H): the batches and heads that differ."""
+        of_cells = (1, 1) if self.cells is None else self.cells.shape[:2]
+        return tuple(map(common_size, self.begin.shape[:2], of_cells))
 
     def rows(self, rows: slice) -> Tensor:
         """(B, H, rows, len_kv) bool: may the row see the key?"""
@@ -80,8 +87,8 @@ class Visible(NamedTuple):
         len_q, len_kv = self.begin.shape[-1], self.key.shape[0]
         if self.q_class is None and self.cells is None:
             return sum(int((end - begin).sum()) for begin, end in self._runs()), self.begin.numel() * len_kv
-        batch, heads = (1, 1) if self.cells is None else self.cells.shape[:2]
-        pairs = max(batch, self.begin.shape[0]) * heads * len_q * len_kv
+        batch, heads = self.planes
+        pairs = batch * heads * len_q * len_kv
         return sum(int(self.rows(rows).sum()) for rows in row_blocks(0, len_q, _COUNTED_ROWS)), pairs
 
     def count_columns(self, top: int, bottom: int, edges: Sequence[int]) -> list[int]:

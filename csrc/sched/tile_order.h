@@ -121,20 +121,19 @@ inline int32_t group_size(const AttentionParams& p, int32_t slices) {
   return group_size(p, slices, p.mask.kind == MaskKind::kBlockSparse ? kListedGroupBytes : kGroupBytes);
 }
 
-// What is late of a causal call: this many tiles for each CTA of the grid, where a slice has this many row blocks.
-// PERF: d256, of the speed of groups alone, 2: 1x16384 1.04, 2x8192 1.05, 4x4096 1.05; 3: 1.07, -, 1.06; 4: 1.09, 1.07, 1.06;
-// 6: 1.09, -, 1.06. d64 and d128 1.00 ... 1.015. With 4 or 8 row blocks (16x1024) calls lose 1 ... 7 %: keys and values, which come
-// from memory once more, are much of their time.
-inline constexpr int32_t kLateTiles = 4;
-inline constexpr int32_t kLeastRowBlocks = 16;
-
-// How many row blocks of each slice are late.
+// How many row blocks of each slice are late: kLateTiles for each CTA. The more tiles a CTA has, the less the grid's end
+// weighs; the longer the rows, the less it weighs that late tiles read keys and values from memory once more. So there are
+// none where a CTA has more than a tile for every kRowsPerTile rows of a slice.
+// PERF: d256 1x16384 1.09, 2x8192 1.07, 4x4096 1.06, 8x2048 1.035; d64, d128 1.00 ... 1.015. Where there are none they
+// cost: d128 8x2048, 32x2048 .99, 16x1024 .93 ... .99. With 2, 3, 6 tiles for each CTA d256 1x16384 1.04, 1.07, 1.09, 4x4096
+// 1.05, 1.06, 1.06.
 inline int32_t late_row_blocks(const AttentionParams& p, const TileOrder& order, int32_t ctas) {
+  constexpr int64_t kLateTiles = 4, kRowsPerTile = 256;
   // Where the first rows see most of the keys already, they are as long as others and read as much.
   const bool triangle = p.mask.kind == MaskKind::kCausal && p.len_kv - p.len_q <= p.len_kv / 4;
-  if (!triangle || order.row_blocks < kLeastRowBlocks) return 0;
-  // PERF: 8x2048, d256, of 16 row blocks 3: 1.015, 5: 1.035, 8: 1.01.
-  return min_of(ceil_div(kLateTiles * ctas, order.slices), order.row_blocks / 2 - 2);
+  if (!triangle || order.count() * kRowsPerTile > int64_t{ctas} * p.len_q) return 0;
+  return static_cast<int32_t>(
+      min_of<int64_t>(ceil_div(kLateTiles * ctas, int64_t{order.slices}), max_of(order.row_blocks / 2 - 2, 0)));
 }
 
 }  // namespace flashmsa::sched

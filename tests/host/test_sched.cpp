@@ -100,27 +100,30 @@ double causal_time(const TileOrder& order, int32_t late, int32_t ctas) {
   return last * ctas / total;
 }
 
-// Of causal calls of four groups, head dim 256 and 128.
+// Of causal calls of four groups, head dim 256 and 128; and where there are none.
 void check_late_tiles() {
   constexpr int32_t kCtas = 132;
   AttentionParams p;
   p.mask.kind = MaskKind::kCausal;
-  p.len_q = p.len_kv = 4096;
+  const auto late_of = [&](const TileOrder& order, int32_t len_q) {
+    p.len_q = len_q;
+    return sched::late_row_blocks(p, order, kCtas);
+  };
   for (const TileOrder order : {TileOrder{128, 8, 2}, TileOrder{64, 16, 4}, TileOrder{32, 32, 8}, TileOrder{128, 16, 4},
                                 TileOrder{64, 32, 8}, TileOrder{32, 64, 16}, TileOrder{16, 64, 16}}) {
-    const int32_t late = sched::late_row_blocks(p, order, kCtas);
+    p.len_kv = 128 * order.row_blocks;
+    const int32_t late = late_of(order, p.len_kv);
     CHECK(0 < late && late < order.row_blocks / 2, "%d of %d row blocks are late", late, order.row_blocks);
     const double time = causal_time(order, late, kCtas), before = causal_time(order, 0, kCtas);
     CHECK(time < 1.035 && time < before, "(%d, %d), groups of %d: %.3f, without late tiles %.3f", order.slices,
           order.row_blocks, order.group, time, before);
   }
-  const TileOrder long_rows = {32, 32, 8}, short_rows = {8, 128, 32};
-  CHECK(sched::late_row_blocks(p, short_rows, kCtas) == 0, "few row blocks");
-  p.len_q = 2048;
-  CHECK(sched::late_row_blocks(p, long_rows, kCtas) == 0, "all rows see half of the keys");
-  p.len_q = 4096;
+  p.len_kv = 4096;
+  CHECK(late_of({32, 32, 8}, 3072) > 0 && late_of({32, 32, 8}, 2048) == 0, "all rows see half of the keys");
+  CHECK(late_of({32, 256, 8}, 4096) == 0 && late_of({8, 128, 32}, 1024) == 0, "many tiles for so few rows");
+  for (int32_t row_blocks : {1, 2, 3}) CHECK(late_of({row_blocks, 1, 1}, 4096) == 0, "of %d row blocks", row_blocks);
   p.mask.kind = MaskKind::kDense;
-  CHECK(sched::late_row_blocks(p, long_rows, kCtas) == 0, "a dense mask");
+  CHECK(late_of({32, 32, 8}, 4096) == 0, "a dense mask");
 }
 
 // As many slices as fit, whole sets of heads that share keys, at least one set.

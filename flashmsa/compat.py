@@ -6,6 +6,7 @@ NotImplementedError rather than being ignored. Unlike their originals a row with
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -216,7 +217,8 @@ def scaled_dot_product_attention(
             "query heads"
         )
     leading = query.shape[:-3]
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.dim() != 4 else x for x in (query, key, value))
+    # NOTE: not -1, which torch cannot tell of a tensor without elements.
+    q, k, v = (x.reshape(prod(x.shape[:-3]), *x.shape[-3:]) if x.dim() != 4 else x for x in (query, key, value))
     mask: Mask | None = Causal(align="top-left") if is_causal else None
     if attn_mask is not None:
         mask = _dense_mask(attn_mask, (*leading, *query.shape[-3:-1], key.shape[-2]))
@@ -362,5 +364,5 @@ def _dense_mask(mask: Tensor, shape: tuple[int, ...]) -> Mask:
     mask = mask.expand(*mask.shape[:-2], *shape[-2:])
     if len(shape) != 4:
         leading = mask.shape[:-3] if all(n == 1 for n in mask.shape[:-3]) else shape[:-3]
-        mask = mask.expand(*leading, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+        mask = mask.expand(*leading, *mask.shape[-3:]).reshape(prod(leading), *mask.shape[-3:])
     return BlockSparse.from_dense(mask)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import _C, torch_backend
@@ -164,6 +165,7 @@ def explain(
             notes.append(f"nor could {chosen} run it elsewhere: {gap}")
     decode = _decode_kernel(q, k, v, mask, wanted) if chosen == "sm90" else None
     kernel = _forward_kernel(q, k, v, mask, wanted) if chosen == "sm90" and decode is None else None
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = _backward_kernel(q, k, v, mask, wanted, deterministic) if chosen == "sm90" and wanted.backward else None
     if chosen == "sm90" and kernel is None and decode is None and build_reason() is not None:
         notes.append(f"which kernel it would be is not known: {build_reason()}")

@@ -274,6 +274,24 @@ def test_sdpa_of_other_ranks(target: Target) -> None:
     check(shared.flatten(0, 1), None, q, k, v, Pairs("pairs", pairs=seen[0, 0, 0].expand(6, 4, 40, 70)))
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("leading", [(), (2,), (0,), (2, 3), (2, 0)], ids=str)
+@pytest.mark.parametrize(("heads", "len_q", "len_kv"), [(2, 0, 5), (2, 5, 0), (0, 5, 5), (2, 5, 5)])
+def test_sdpa_of_nothing(target: Target, leading: tuple[int, ...], heads: int, len_q: int, len_kv: int) -> None:
+    q, k = (
+        torch.randn(*leading, heads, n, 16, device=target.device).to(target.dtype).requires_grad_()
+        for n in (len_q, len_kv)
+    )
+    for mask in (None, torch.ones(len_q, len_kv, dtype=torch.bool), torch.ones(*leading, 1, len_q, len_kv).bool()):
+        mask = None if mask is None else mask.to(q.device)
+        out = compat.scaled_dot_product_attention(q, k, k, mask)
+        assert out.shape == q.shape
+        out.sum().backward()
+        assert q.grad.shape == q.shape and k.grad.shape == k.shape
+        if len_kv == 0:
+            assert not out.count_nonzero()
+
+
 def test_sdpa_refuses() -> None:
     q, k, v = make_qkv(Target(None, "cpu", F32), 2, (4, 2), 40, 70, 64)
     sdpa = compat.scaled_dot_product_attention

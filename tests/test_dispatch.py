@@ -582,6 +582,25 @@ def test_export_of_the_torch_backend() -> None:
     assert torch.equal(program.module()(q, k, v), Attend()(q, k, v))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_lengths_that_vary(backend: str, strict: bool) -> None:
+    """No bound has to be given for them."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return attention(q, k, v, Document(offsets, causal=True), backend=backend)
+
+    q, k, v = (x.detach() for x in make(len_q=20, len_kv=20))
+    length, count = torch.export.Dim("length"), torch.export.Dim("count")
+    shapes = ({2: length}, {2: length}, {2: length}, {0: count})
+    offsets = torch.tensor([0, 5, 20], dtype=torch.int32)
+    program = torch.export.export(Attend(), (q, k, v, offsets), dynamic_shapes=shapes, strict=strict)
+    for length, cuts in ((20, [0, 5, 20]), (33, [0, 1, 1, 30]), (7, [0, 7])):
+        inputs = (*(x.detach() for x in make(len_q=length, len_kv=length)), torch.tensor(cuts, dtype=torch.int32))
+        assert torch.equal(program.module()(*inputs), Attend()(*inputs))
+
+
 def test_second_derivatives_through_a_compiled_call_raise() -> None:
     torch._dynamo.reset()
     q, k, v = (x.requires_grad_() for x in make())

@@ -406,6 +406,11 @@ def test_the_kernel_of_packed_documents() -> None:
     assert packed(1) and packed(8) and not packed(9), "documents of 128 tokens"
     assert packed(4, causal=True) and not packed(5, causal=True), "at head dim 64 of 256 under a causal mask"
     assert not packed(3, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not packed(3)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert not packed(3, dropout_p=0.1)
     assert not packed(3, softcap=2.0)
 

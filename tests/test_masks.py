@@ -948,7 +948,11 @@ def test_checked_values() -> None:
         (lambda: DilatedWindow(3, dilation=1.5), TypeError, r"dilation: 1.5 is a float"),
         (lambda: DilatedWindow(-1, dilation=2), ValueError, r"left: -1 is negative"),
         (lambda: DilatedWindow(3, dilation=2, align="top"), ValueError, r"align: 'top'"),
-        (lambda: HashBucket([1, 2]), TypeError, r"q_bucket: list; must be a int32 tensor \(B or 1, H or 1, S\)"),
+        (
+            lambda: HashBucket([1, 2]),
+            TypeError,
+            r"q_bucket: list; must be a tensor of torch.int32, \(B or 1, H or 1, S\)",
+        ),
         (lambda: HashBucket(torch.zeros(1, 1, 4)), TypeError, r"q_bucket: dtype torch.float32; must be torch.int32"),
         (lambda: HashBucket(int32([1, 2])), ValueError, r"q_bucket: shape \(2,\)"),
         (lambda: HashBucket(int32([[[1]]]), int32([[1]])), ValueError, r"kv_bucket: shape \(1, 1\)"),

@@ -58,7 +58,7 @@ void check_head_dim(const char* name, const Int& head_dim) {
 
 template <class Int>
 void check_length(const char* name, const char* what, const Int& length) {
-  TORCH_CHECK_VALUE(length <= kMaxLength, name, ": ", what, " ", length, " is above the limit of ", kMaxLength,
+  TORCH_CHECK_VALUE(within(length, kMaxLength), name, ": ", what, " ", length, " is above the limit of ", kMaxLength,
                     "; split the call");
 }
 
@@ -96,8 +96,8 @@ void check_offsets(const char* name, const at::Tensor& offsets, const Int& batch
                     offsets.sym_sizes(), "; must be (documents + 1,), or (batch, documents + 1)");
   const auto sizes = at::symint::sizes<Int>(offsets);
   TORCH_CHECK_VALUE(sizes.back() >= 1, "mask ", name, ": is empty; must hold documents + 1 offsets, the first 0");
-  TORCH_CHECK_VALUE(sizes.back() <= kMaxLength, "mask ", name, ": ", sizes.back(), " offsets are above the limit of ",
-                    kMaxLength);
+  TORCH_CHECK_VALUE(within(sizes.back(), kMaxLength), "mask ", name, ": ", sizes.back(),
+                    " offsets are above the limit of ", kMaxLength);
   TORCH_CHECK_VALUE(offsets.dim() == 1 || sizes[0] == batch, "mask ", name, ": ", sizes[0],
                     " rows do not match the batch of ", batch,
                     "; one-dimensional offsets are shared by the whole batch");
@@ -230,7 +230,7 @@ struct MaskCheck {
     }
     // A list covers its blocks, which may reach past the last query's cell.
     const Int listed_rows = at::symint::sizes<Int>(tensors[first + 1])[2];
-    TORCH_CHECK_VALUE(listed_rows >= cell_rows && listed_rows < kUnbounded, "mask whole_count: shape ",
+    TORCH_CHECK_VALUE(listed_rows >= cell_rows && within(listed_rows, kUnbounded - 1), "mask whole_count: shape ",
                       tensors[first + 1].sym_sizes(), " has fewer than ", cell_rows, " cell rows");
     size("row_start", first, 2, listed_rows + 1, "whole_count's cell rows + 1:");
     TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[first])[0] == at::symint::sizes<Int>(tensors[first + 1])[0] &&
@@ -244,7 +244,7 @@ struct MaskCheck {
     size("bits", first + 4, 1, Int(128), "the rows of a cell:");
     size("bits", first + 4, 2, Int(4), "the words of a row:");
     for (size_t at = first; at < first + 5; ++at) {
-      TORCH_CHECK_VALUE(at::symint::sizes<Int>(tensors[at])[0] <= kUnbounded,
+      TORCH_CHECK_VALUE(within(at::symint::sizes<Int>(tensors[at])[0], kUnbounded),
                         "mask: BlockSparse's list is above the limit of ", kUnbounded, " entries");
       TORCH_CHECK_VALUE(tensors[at].is_contiguous(), "mask: BlockSparse's list must be contiguous, as it is made");
     }

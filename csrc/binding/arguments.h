@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include <array>
 #include <optional>
@@ -14,6 +15,14 @@ namespace flashmsa::binding {
 
 // NOTE: rows and keys are int32 in the kernels; the margin lets them round up to whole tiles.
 inline constexpr int64_t kMaxLength = INT32_MAX - 65536;
+
+// Whether a size is within a limit. A tracer's symbol is: the call that has a number for it asks again, and the question
+// would bound what torch.export lets vary.
+inline bool within(int64_t size, int64_t most) { return size <= most; }
+inline bool within(const c10::SymInt& size, int64_t most) {
+  const std::optional<int64_t> number = size.maybe_as_int();
+  return !number.has_value() || *number <= most;
+}
 
 // What the op's schema hands over. Refers to the caller's tensors and lists.
 struct Arguments {

@@ -88,8 +88,8 @@ void check_cache(const char* name, const Tensor& cache, const Axes& axes, int64_
   TORCH_CHECK_VALUE(cache.dim() == 4, name, ": shape ", cache.sym_sizes(), "; must be ", axes.shape);
   check_head_dim(name, cache.sym_size(3));
   for (const int64_t dim : {0, 1, 2}) {
-    TORCH_CHECK_VALUE(cache.sym_size(dim) <= kMaxLength, name, ": shape ", cache.sym_sizes(), " is above the limit of ",
-                      kMaxLength);
+    TORCH_CHECK_VALUE(within(cache.sym_size(dim), kMaxLength), name, ": shape ", cache.sym_sizes(),
+                      " is above the limit of ", kMaxLength);
   }
   TORCH_CHECK_VALUE(cache.sym_stride(3) == 1, name, ": strides ", cache.sym_strides(),
                     "; the last must be 1, since a cache is never copied: lay it out with head_dim innermost");
@@ -135,9 +135,9 @@ void check_page_size(const SymInt& size) {
 
 void check_table(const Tensor& table, const Tensor& cache, const SymInt& page_size) {
   check_int32("block_table", table, cache, 2, "(batch, max_pages)");
-  TORCH_CHECK_VALUE(table.sym_size(0) <= kMaxCount, "block_table: shape ", table.sym_sizes(), " is above the limit of ",
-                    kMaxCount, " sequences");
-  TORCH_CHECK_VALUE(table.sym_size(1) * page_size <= kMaxLength, "block_table: ", table.sym_size(1), " pages of ",
+  TORCH_CHECK_VALUE(within(table.sym_size(0), kMaxCount), "block_table: shape ", table.sym_sizes(),
+                    " is above the limit of ", kMaxCount, " sequences");
+  TORCH_CHECK_VALUE(within(table.sym_size(1) * page_size, kMaxLength), "block_table: ", table.sym_size(1), " pages of ",
                     page_size, " tokens are above the limit of ", kMaxLength, " for a sequence");
 }
 
@@ -173,7 +173,7 @@ PagedSizes check_queries(const PagedArguments& a, const Axes& axes) {
   TORCH_CHECK_VALUE(s.heads_kv > 0 ? s.heads_q % s.heads_kv == 0 : s.heads_q == 0, "k_pages: ", s.heads_kv,
                     " heads do not divide q's ", s.heads_q, "; query head h uses kv head h // (heads_q / heads_kv)");
   for (const SymInt& size : {s.batch, s.len_q, s.heads_q, a.q.sym_size(0)}) {
-    TORCH_CHECK_VALUE(size <= kMaxLength, "q: shape ", a.q.sym_sizes(), " is above the limit of ", kMaxLength);
+    TORCH_CHECK_VALUE(within(size, kMaxLength), "q: shape ", a.q.sym_sizes(), " is above the limit of ", kMaxLength);
   }
   return s;
 }
@@ -187,7 +187,7 @@ void check_query_pages(const PagedArguments& a, const PagedSizes& s) {
   const SymInt blocks = (s.len_q + (a.query_block - 1)) / a.query_block;
   TORCH_CHECK_VALUE(a.query_pages->sym_size(1) == blocks, "query_pages: shape ", a.query_pages->sym_sizes(),
                     "; must have ", blocks, " blocks of ", a.query_block, " queries for a length of ", s.len_q);
-  TORCH_CHECK_VALUE(a.query_pages->sym_size(2) <= kMaxLength, "query_pages: shape ", a.query_pages->sym_sizes(),
+  TORCH_CHECK_VALUE(within(a.query_pages->sym_size(2), kMaxLength), "query_pages: shape ", a.query_pages->sym_sizes(),
                     " is above the limit of ", kMaxLength);
 }
 
@@ -545,7 +545,7 @@ void check_new(const char* name, const Tensor& tensor, const Tensor& cache, cons
   TORCH_CHECK_VALUE(tensor.sym_size(packed ? 2 : 3) == cache.sym_size(3), name, ": head_dim ",
                     tensor.sym_size(packed ? 2 : 3), " does not match ", cache_name, "' ", cache.sym_size(3));
   if (!packed) check_batch(name, tensor, batch);
-  TORCH_CHECK_VALUE(tensor.sym_size(packed ? 0 : 2) <= kMaxLength, name, ": shape ", tensor.sym_sizes(),
+  TORCH_CHECK_VALUE(within(tensor.sym_size(packed ? 0 : 2), kMaxLength), name, ": shape ", tensor.sym_sizes(),
                     " is above the limit of ", kMaxLength, " tokens");
 }
 
@@ -564,8 +564,8 @@ void check_rope(const AppendArguments& a) {
     TORCH_CHECK_VALUE(table.sym_size(1) > 0 && table.sym_size(1) * 2 <= a.k_pages.sym_size(3), name, ": shape ",
                       table.sym_sizes(), " turns ", table.sym_size(1) * 2, " columns; k_pages has ",
                       a.k_pages.sym_size(3));
-    TORCH_CHECK_VALUE(table.sym_size(0) <= kMaxCount, name, ": shape ", table.sym_sizes(), " is above the limit of ",
-                      kMaxCount, " positions");
+    TORCH_CHECK_VALUE(within(table.sym_size(0), kMaxCount), name, ": shape ", table.sym_sizes(),
+                      " is above the limit of ", kMaxCount, " positions");
   };
   check("rope cos", *a.rope_cos);
   check("rope sin", *a.rope_sin);

@@ -39,8 +39,8 @@ void check_tensor(const char* name, const Tensor& tensor, at::ScalarType dtype, 
 }
 
 void check_length(const char* name, const SymInt& length) {
-  TORCH_CHECK_VALUE(length >= 0 && length <= kMaxLength, name, ": ", length, " is not supported; must be from 0 to ",
-                    kMaxLength);
+  TORCH_CHECK_VALUE(length >= 0 && within(length, kMaxLength), name, ": ", length,
+                    " is not supported; must be from 0 to ", kMaxLength);
 }
 
 void check_same_device(const char* name, const Tensor& tensor, const char* first_name, const Tensor& first) {
@@ -51,7 +51,7 @@ void check_same_device(const char* name, const Tensor& tensor, const char* first
 void check_int32(const char* name, const Tensor& tensor) {
   check_tensor(name, tensor, at::kInt, 3, "(batch, heads, length)");
   check_length(name, tensor.sym_size(2));
-  TORCH_CHECK_VALUE(tensor.sym_size(0) <= kMaxCount && tensor.sym_size(1) <= kMaxCount, name, ": shape ",
+  TORCH_CHECK_VALUE(within(tensor.sym_size(0), kMaxCount) && within(tensor.sym_size(1), kMaxCount), name, ": shape ",
                     tensor.sym_sizes(), " is above the limit of ", kMaxCount, " batches or heads");
 }
 
@@ -323,8 +323,8 @@ void check_list(const ListArguments& a) {
   TORCH_CHECK_VALUE(a.blocks.sym_size(2) == rows && a.blocks.sym_size(3) == columns, "blocks: shape ",
                     a.blocks.sym_sizes(), " does not match lengths ", a.len_q, " and ", a.len_kv, " in blocks of ",
                     a.block_q, " x ", a.block_kv, "; must end in (", rows, ", ", columns, ")");
-  TORCH_CHECK_VALUE(a.blocks.sym_size(0) <= kMaxCount && a.blocks.sym_size(1) <= kMaxCount, "blocks: shape ",
-                    a.blocks.sym_sizes(), " is above the limit of ", kMaxCount, " batches or heads");
+  TORCH_CHECK_VALUE(within(a.blocks.sym_size(0), kMaxCount) && within(a.blocks.sym_size(1), kMaxCount),
+                    "blocks: shape ", a.blocks.sym_sizes(), " is above the limit of ", kMaxCount, " batches or heads");
   TORCH_CHECK_VALUE(a.capacity == -1 || (a.capacity >= 1 && a.capacity <= kMaxCount), "capacity: ", a.capacity,
                     "; must be from 1 to ", kMaxCount, ", or -1 to count first");
   TORCH_CHECK_VALUE(a.tile_capacity >= -1 && a.tile_capacity <= kMaxCount, "tile_capacity: ", a.tile_capacity,

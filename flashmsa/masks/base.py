@@ -211,7 +211,7 @@ def without_bound(bound: int) -> int | float:
 
 def check_tensor(name: str, value: Any, dtype: torch.dtype, dims: Sequence[int], shape: str) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: {type(value).__name__}; must be a {str(dtype).removeprefix('torch.')} tensor {shape}")
+        raise TypeError(f"{name}: {type(value).__name__}; must be a tensor of {dtype}, {shape}")
     if value.dtype != dtype:
         raise TypeError(f"{name}: dtype {value.dtype}; must be {dtype}, as by {name}.to({dtype})")
     if value.dim() not in dims:

@@ -153,8 +153,7 @@ def explain(
         rejected = {}
     if chosen == "sm90":
         rejected["sdpa"] = (
-            f"the threshold is a length of {SDPA_BELOW}, so it is never taken: at no measured length is it faster for "
-            "every head dim and batch"
+            f"the threshold is a length of {SDPA_BELOW}, so it is never taken: at no measured length was it faster"
         )
     for other in BACKENDS:
         if other != chosen and other not in rejected:

@@ -1128,3 +1128,17 @@ def test_the_default_device_is_that_of_lists_alone() -> None:
 def test_a_moved_mask_still_knows_how_many_cells_are_set() -> None:
     mask = BlockSparse(torch.zeros(1, 1, 2, 2, dtype=torch.bool), capacity=1).to("meta")
     assert mask._used is not None
+
+
+def test_numpys_integers_are_ints() -> None:
+    numpy = pytest.importorskip("numpy")
+    cuts = numpy.cumsum([0, 2, 3])
+    assert Document(list(cuts)) == Document([0, 2, 5])
+    assert SlidingWindow(numpy.int64(3), numpy.int32(0), keep_first=numpy.uint8(2)) == SlidingWindow(3, 0, keep_first=2)
+    assert PrefixLM(cuts[1]) == PrefixLM(2) and DilatedWindow(cuts[1], dilation=cuts[2]) == DilatedWindow(2, dilation=5)
+    assert type(PrefixLM(cuts[1]).prefix) is int
+    for wrong in (numpy.bool_(True), numpy.float64(2.0), torch.tensor(2)):
+        with pytest.raises(TypeError, match="must be an int"):
+            SlidingWindow(wrong)
+        with pytest.raises(TypeError, match="must be an int"):
+            Document([0, wrong])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -196,12 +197,25 @@ def as_bound(name: str, value: Any, infinite: bool = True, least: int = 0) -> in
     allowed = f"an int >= {least}, or math.inf" if infinite else f"an int >= {least}"
     if isinstance(value, float) and infinite and value == math.inf:
         return UNBOUNDED
-    if isinstance(value, bool) or not isinstance(value, int):
+    bound = as_int(value)
+    if bound is None:
         raise TypeError(f"{name}: {value!r} is a {type(value).__name__}; must be {allowed}")
-    if value < least:
-        raise ValueError(f"{name}: {value} is {'negative' if value < 0 else 'too small'}; must be {allowed}")
+    if bound < least:
+        raise ValueError(f"{name}: {bound} is {'negative' if bound < 0 else 'too small'}; must be {allowed}")
     # Lengths are below the largest int32, so a larger bound bounds nothing.
-    return min(value, UNBOUNDED)
+    return min(bound, UNBOUNDED)
+
+
+def as_int(value: Any) -> int | None:
+    """``value`` as an int, one of numpy's too; None for what is none: a bool, a float, a tensor."""
+    if isinstance(value, (bool, Tensor)):
+        return None
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def without_bound(bound: int) -> int | float:

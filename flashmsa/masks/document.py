@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .bands import IntervalMask
-from .base import DOCUMENT, INT32_MAX, Interval, Mask, describe, on_cpu, same_tensors, set_fields
+from .base import DOCUMENT, INT32_MAX, Interval, Mask, as_int, describe, on_cpu, same_tensors, set_fields
 from .columns import from_columns
 from .hash import HashBucket
 
@@ -192,12 +192,13 @@ def _as_offsets(name: str, value: Any) -> Tensor:
 
 
 def _from_ints(name: str, values: Sequence[Any]) -> Tensor:
-    for index, x in enumerate(values):
-        if isinstance(x, bool) or not isinstance(x, int):
+    numbers = [as_int(x) for x in values]
+    for index, (x, number) in enumerate(zip(values, numbers, strict=True)):
+        if number is None:
             raise TypeError(f"{name}[{index}]: {x!r} is a {type(x).__name__}; must be an int")
-        if not -INT32_MAX <= x <= INT32_MAX:
-            raise ValueError(f"{name}[{index}]: {x} does not fit into int32; at most {INT32_MAX}")
-    return torch.tensor(list(values), dtype=torch.int32, device="cpu")
+        if not -INT32_MAX <= number <= INT32_MAX:
+            raise ValueError(f"{name}[{index}]: {number} does not fit into int32; at most {INT32_MAX}")
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
 def check_offset_values(name: str, values: Tensor) -> None:

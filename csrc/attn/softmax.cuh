@@ -150,11 +150,12 @@ struct OnlineSoftmax {
   // PERF: no test of S. wgmmas with A in registers are issued as the tensor core takes them, so next to nothing of the last
   // P V is left when S is looked at, and a maximum lengthens the warpgroup's chain (d128 4x4096 dense: 4 %).
   // NOTE: P is not negative, so its sum bounds each; NaN is below no limit.
-  template <class Element, int kCount>
-  __device__ __forceinline__ bool try_exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2) {
+  template <class Element, int kCount, class Shift = NoShift>
+  __device__ __forceinline__ bool try_exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2,
+                                                   const Shift& shift = Shift()) {
     const float before[2] = {sum[0], sum[1]};
     sum[0] = sum[1] = 0.0f;
-    exponentiate<Element>(s, p, scale_log2);
+    exponentiate<Element>(s, p, scale_log2, AllKept(), shift);
     const bool outgrown = __any_sync(~0u, !(sum[0] < sum_limit[0]) || !(sum[1] < sum_limit[1]));
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) sum[slot] = outgrown ? before[slot] : before[slot] + sum[slot];

@@ -279,8 +279,11 @@ def goes_by_sums(kernel: dict) -> bool:
     by_options = kernel["softcap"] or kernel["dropout"] or (kernel["alibi"] and not takes_places(kernel))
     if by_options or kernel["general"]:
         return False
-    widths = kernel["head_dim_bucket"], kernel["head_dim_v_bucket"], kernel["registers_consumer"]
-    return widths in ((96, 96, 160), (128, 128, 232))
+    widths = kernel["head_dim_bucket"], kernel["head_dim_v_bucket"]
+    if widths == (64, 64):
+        return kernel["alibi"]
+    # At 128 not the kernels of three warpgroups, which are for documents and rows by index.
+    return widths == (96, 96) or (widths == (128, 128) and kernel["registers_consumer"] > 200)
 
 
 def loop_of_full_blocks(kernel: dict, functions: list[Function]) -> list[str]:

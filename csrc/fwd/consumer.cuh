@@ -44,11 +44,14 @@ struct Consumer {
   static constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
   using Shift = std::conditional_t<kPlaces, attn::BlockShift, attn::NoShift>;
 
-  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers.
-  // PERF: d128 4 %, with ALiBi 3 … 5 %, lists 3 %, d96 3 … 5 %. At 64 -1 %, 256 0, 192 -2 %, 192 with values of 128 +2 and -4 %.
-  static constexpr bool kTriesExponents =
-      (Score::kPlain || kPlaces) && !Score::kDropout && !kScattered<Mask> &&
-      (Config::kHeadDim == 96 || (Config::kHeadDim == 128 && Config::kRegistersConsumer >= 232));
+  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers,
+  // and whether its multiply-adds are spread among the exponentials.
+  // PERF: d128 4 %, with ALiBi 3 … 5 %, lists 2 … 3 %, small tiles 0 … 10 % (not spread 5 instead of 8 %), d96 3 … 5 %; d64 with
+  // ALiBi 1 … 8 % (not spread 0), without -1 %. Others in benchmarks/NOTES.md.
+  static constexpr bool kSpreads = Config::kHeadDim == 64 || Config::kCtasPerSm > 1;
+  static constexpr bool kTriesExponents = (Score::kPlain || kPlaces) && !Score::kDropout && !kScattered<Mask> &&
+                                          ((Config::kHeadDim == 64 && kPlaces) || Config::kHeadDim == 96 ||
+                                           (Config::kHeadDim == 128 && Config::kRegistersConsumer > 200));
   bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
 
   // S, and Q that makes it.
@@ -467,7 +470,7 @@ struct Consumer {
     sm90::wgmma_wait<0>();
     take_output(y);
     look_for_k();
-    if (y.softmax.template try_exponentiate<Element>(x.s, y.p, params.scale_log2, shift)) return;
+    if (y.softmax.template try_exponentiate<Element, kSpreads>(x.s, y.p, params.scale_log2, shift)) return;
     float factor[2];
     y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);
     attn::scale_rows(y.o, factor);

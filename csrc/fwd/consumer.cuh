@@ -40,14 +40,19 @@ struct Consumer {
   uint32_t round = 0;       // the tile at hand
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
 
-  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers.
-  static constexpr bool kTriesExponents = Score::kPlain && !Score::kDropout && Config::kQInRegisters &&
-                                          !kScattered<Mask> && !Mask::kListed && Config::kRegistersConsumer >= 232;
-  bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
-
   // ALiBi by a k-step of its own, see attn/places.cuh.
   static constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
   using Shift = std::conditional_t<kPlaces, attn::BlockShift, attn::NoShift>;
+
+  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers,
+  // and whether its multiply-adds are spread among the exponentials.
+  // PERF: d128 4 %, with ALiBi 3 … 5 %, lists 2 … 3 %, small tiles 0 … 10 % (not spread 5 instead of 8 %), d96 3 … 5 %; d64 with
+  // ALiBi 1 … 8 % (not spread 0), without -1 %. Others in benchmarks/NOTES.md.
+  static constexpr bool kSpreads = Config::kHeadDim == 64 || Config::kCtasPerSm > 1;
+  static constexpr bool kTriesExponents = (Score::kPlain || kPlaces) && !Score::kDropout && !kScattered<Mask> &&
+                                          ((Config::kHeadDim == 64 && kPlaces) || Config::kHeadDim == 96 ||
+                                           (Config::kHeadDim == 128 && Config::kRegistersConsumer > 200));
+  bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
 
   // S, and Q that makes it.
   struct Scores {
@@ -460,18 +465,16 @@ struct Consumer {
     attn::scale_rows(y.o, factor);
   }
 
-  // Steps 2 to 4 of a block, whose S is here, with the test behind the exponentials.
-  template <bool kMasked>
-  __device__ __forceinline__ void finish_trying(Scores& x, Output& y, const KeyBlock& block, const Rows& rows) {
-    if constexpr (kMasked) mask_scores(x, block, rows);
+  // Steps 3 and 4 of a block with the test behind the exponentials.
+  __device__ __forceinline__ void finish_trying(Scores& x, Output& y, const Shift& shift) {
     sm90::wgmma_wait<0>();
     take_output(y);
     look_for_k();
-    if (y.softmax.template try_exponentiate<Element>(x.s, y.p, params.scale_log2)) return;
+    if (y.softmax.template try_exponentiate<Element, kSpreads>(x.s, y.p, params.scale_log2, shift)) return;
     float factor[2];
-    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
+    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);
     attn::scale_rows(y.o, factor);
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, attn::AllKept(), shift);
   }
 
   // The first key block, whose S is here: softmax, P. O is still empty.
@@ -518,7 +521,6 @@ struct Consumer {
     sm90::pin_registers(x.s);
     release_k();
     if constexpr (kCapInExponent<Score>) return finish_capped<kMasked>(x, y, block, rows, kept);
-    if constexpr (kTriesExponents) return finish_trying<kMasked>(x, y, block, rows);
     if constexpr (kPlaces) {
       if (kMasked && side == mask::Side::kAmid) modify_scores(x, block, rows);
     } else if constexpr (!Score::kPlain) {
@@ -526,6 +528,7 @@ struct Consumer {
     }
     if constexpr (kMasked) mask_scores(x, block, rows);
     if constexpr (kPlaces && kMasked) set_distance(shift, block.first_key, rows, side);
+    if constexpr (kTriesExponents) return finish_trying(x, y, shift);
     const bool outgrown = y.softmax.outgrown(x.s, shift);
 
     // 3. PERF: where there is more to do than the test, and at d64 anyway, the compiler moves a wait up into what P V should

@@ -302,7 +302,8 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
   params.banded = is_banded(p);
   params.tree_bits = p.tree_bits;
   params.plan = grid.plan;
-  params.equal = grid.plan == Plan::kBalanced && equal_work(p) && p.batch <= kTable && params.by_tma;
+  params.equal =
+      grid.plan == Plan::kBalanced && (equal_work(p) || p.query_pages != nullptr) && p.batch <= kTable && params.by_tma;
   params.slices = grid.slices;
   params.parts = grid.parts;
   char* space = static_cast<char*>(workspace);

@@ -10,7 +10,7 @@
 
 namespace flashmsa::decode {
 
-// Most logical pages of a sequence among which pages can be selected: their bits lie in shared memory.
+// Most logical pages of a sequence among which pages can be selected: their bits, and counts of them, lie in shared memory.
 inline constexpr int32_t kMaxSelectable = 32 * 48 * 1024;
 
 struct PrepareParams {

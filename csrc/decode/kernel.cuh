@@ -300,8 +300,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
     cta.template take_registers<false>();
     cta.begin();
     cta.write_rows();
-    if (p.query_pages != nullptr) [[unlikely]]
-      prefetch_listed(p, cta.head, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
     if (Config::kPlain && EqualWalk::serves(p)) {
       cta.load_equal();
       return;

@@ -44,7 +44,6 @@ struct KernelParams {
   const int2* selected;            // (batch, selected_stride): (logical, physical) pages, ascending; null: all pages
   const int32_t* selected_count;  // (batch)
   int32_t selected_stride;
-  const int32_t* query_pages;  // (batch, selected_stride): the list as it was given; null: all pages, or none
 
   BandArgs band;
   bool banded;

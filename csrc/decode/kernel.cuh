@@ -300,12 +300,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
     cta.template take_registers<false>();
     cta.begin();
     cta.write_rows();
-    if (Config::kPlain && p.equal) {
+    if (Config::kPlain && EqualWalk::serves(p)) {
       cta.load_equal();
       return;
     }
-    if (p.query_pages != nullptr) [[unlikely]]
-      prefetch_listed(p, cta.head, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
     walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {
       cta.prefetch_first_queries(shared.table[walk.index].sequence);
       Loader<Config, Walk>{p, shared, cta.head, cta.warp - Config::kWarps, walk}.run(cta.ring);

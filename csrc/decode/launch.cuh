@@ -18,6 +18,8 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
+inline constexpr int64_t kMostEntries = int64_t{1}
+                                        << 30;  // of lists of pages, some of which are brought to the L2 ahead
 // PERF: up to kShortClusterKeys no warp has more than two chunks, and more warps only take longer to merge. Up to kClusterKeys a
 // cluster a sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16
 // CTAs if so many find room, fill the SMs. Their CTAs do not spread evenly over the SMs, which longer sequences feel. With
@@ -302,7 +304,8 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
   params.banded = is_banded(p);
   params.tree_bits = p.tree_bits;
   params.plan = grid.plan;
-  params.equal = grid.plan == Plan::kBalanced && equal_work(p) && p.batch <= kTable && params.by_tma;
+  params.equal =
+      grid.plan == Plan::kBalanced && (equal_work(p) || p.query_pages != nullptr) && p.batch <= kTable && params.by_tma;
   params.slices = grid.slices;
   params.parts = grid.parts;
   char* space = static_cast<char*>(workspace);
@@ -316,7 +319,6 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
     params.selected = reinterpret_cast<const int2*>(space + grid.selected);
     params.selected_count = reinterpret_cast<const int32_t*>(space + grid.selected_count);
     params.selected_stride = p.pages_per_block;
-    params.query_pages = p.pages_per_block > 0 ? p.query_pages : nullptr;
   }
   params.waits = params.selected != nullptr;
   return params;
@@ -370,8 +372,14 @@ void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t
   const Grid grid = make_grid<Kernels>(p, num_sms);
   const KernelParams params = make_params<typename Kernels::Shares>(p, grid, workspace);
   if (params.waits) {
-    const PrepareParams before = {p.query_pages, p.pages_per_block, const_cast<int2*>(params.selected),
-                                  const_cast<int32_t*>(params.selected_count)};
+    PrepareParams before = {p.query_pages, p.pages_per_block, const_cast<int2*>(params.selected),
+                            const_cast<int32_t*>(params.selected_count)};
+    const int64_t entries = int64_t{p.batch} * p.pages_per_block;
+    if (grid.plan != Plan::kCluster && params.by_tma && entries > 0 && entries <= kMostEntries) {
+      before.ahead = {params.k_map, params.v_map, params.piece_log2,
+                      grid.slices,  p.heads_kv,   static_cast<int32_t>(entries / grid.slices),
+                      params.policy};
+    }
     prepare(p, before, grid.capacity, stream);
   }
   if (grid.plan == Plan::kCluster) {

@@ -23,24 +23,6 @@ struct ChunkLayout {
   __device__ __forceinline__ uint32_t group_bytes() const { return sm90::kSwizzleRowBytes << piece_log2; }
 };
 
-// Brings pieces of pages as they were listed to the L2, K and V of kAheadKeys keys for each CTA; by the threads that load. PERF:
-// while the kernel before sorts the lists, of which somebody will read them. 1 … 2.5 of 80 µs, together with evict_first.
-inline constexpr int32_t kAheadKeys = 128;
-__device__ __forceinline__ void prefetch_listed(const KernelParams& p, int32_t head, int32_t thread) {
-  const int32_t key = thread / 2 << p.piece_log2;
-  if (!p.by_tma || key >= kAheadKeys) return;
-  const int32_t place = static_cast<int32_t>(static_cast<uint32_t>(key) / static_cast<uint32_t>(p.page_size));
-  const int64_t at = int64_t{p.batch} * p.selected_stride * blockIdx.y / gridDim.y + place;
-  const int32_t batch = static_cast<int32_t>(at / p.selected_stride);
-  if (batch >= p.batch) return;
-  const int32_t logical = p.query_pages[at];
-  const int32_t kv_len = p.kv_lens == nullptr ? p.capacity : clamp(p.kv_lens[batch], 0, p.capacity);
-  if (logical < 0 || logical >= ceil_div(kv_len, p.page_size)) return;
-  const int32_t page = p.block_table == nullptr ? batch : p.block_table[batch * p.block_table_stride + logical];
-  sm90::prefetch_piece(thread % 2 == 0 ? p.k_map : p.v_map,
-                       {key - place * p.page_size, head, clamp(page, 0, p.num_pages - 1)}, p.policy);
-}
-
 // A warp loads every kLoaders-th chunk of a tile. They run ahead of those that attend by the stages of the ring.
 template <class Config, class Walk>
 struct Loader {

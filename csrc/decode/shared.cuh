@@ -44,7 +44,6 @@ struct KernelParams {
   const int2* selected;            // (batch, selected_stride): (logical, physical) pages, ascending; null: all pages
   const int32_t* selected_count;  // (batch)
   int32_t selected_stride;
-  const int32_t* query_pages;  // (batch, selected_stride): the list as it was given; null: all pages, or none
 
   BandArgs band;
   bool banded;
@@ -59,7 +58,7 @@ struct KernelParams {
   float alibi_factor;
 
   Plan plan;
-  bool equal;      // sequences that no CTA needs a table for: see EqualWalk
+  bool equal;      // sequences, if any lists of pages are full, that the loaders need no table for: see EqualWalk
   int32_t slices;  // CTAs of a head; clusters: CTAs of one, 8 or 16
   int32_t parts;   // kFixed; kInvariant: at most so many
   float* part_o;   // (parts in all, part_rows, head_dim_v)

@@ -131,6 +131,34 @@ def test_longer_lengths(dtype: torch.dtype, dim: int, case) -> None:
     run_and_check_backward(sm90(dtype), q, k, v, case)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(128, 128), (72, 128), (128, 96)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [DENSE, CAUSAL, MaskCase("window", left=6000, right=0), MaskCase("window-top-left", left=100, right=3900)],
+    ids=str,
+)
+def test_bands_in_clusters(dtype: torch.dtype, dims: tuple[int, int], case: MaskCase) -> None:
+    """Key tiles of two CTAs (csrc/bwd/band.h). The second of the last one has some keys, two, or none."""
+    target = sm90(dtype)
+    for len_q, len_kv in ((700, 4000), (65, 3970), (65, 7808)):
+        q, k, v = make_qkv(target, 2, (4, 2), len_q, len_kv, dims[0], dims[1])
+        told = flashmsa.explain(q.requires_grad_(), k, v, case.build("cuda"), backend="sm90").backward_kernel
+        assert "band" in told, told
+        run_and_check_backward(target, q.detach(), k, v, case)
+
+
+def test_not_finite_in_clusters() -> None:
+    """An infinite query, key or value: what sees it is computed once more, pair by pair."""
+    q, k, v = make_qkv(sm90(), 1, (2, 2), 300, 3900, 128)
+    d_out, d_lse = grad_like(q, v)
+    for x, row in ((q, 130), (k, 3890), (v, 200)):
+        x[:, :, row, 5] = math.inf
+        found = run_backward(sm90(), q, k, v, CAUSAL, d_out, d_lse)
+        check_gradients(found, q, k, v, CAUSAL, d_out, d_lse, note=f"row {row}")
+        x[:, :, row, 5] = 0.0
+
+
 # Lengths of documents that have tiles of their own (csrc/bwd/packed.h): none, one token, and about a tile.
 LENGTHS = (0, 1, 127, 128, 129, 0, 700, 1300)
 OTHERS = (300, 0, 64, 65, 900, 2, 128, 900)

@@ -184,6 +184,7 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   params.dk_rows = b.dk;
   params.dv_rows = b.dv;
   params.prepared = prepared;
+  if constexpr (Config::Extra::kBand) params.band = KeyBand::of(p);
   if (p.mask.kind == MaskKind::kBlockSparse) params.list = p.mask.list;
   const int32_t slices = p.batch * p.residues * p.heads_kv;
   params.order = {layout.key_tiles, slices, sched::group_size(p, slices)};
@@ -233,7 +234,7 @@ void launch_behind(Kernel kernel, int64_t ctas, int cluster, int threads, size_t
 
 template <class Config>
 auto main_kernel(bool deterministic) {
-  if constexpr (!Config::kPacked) {
+  if constexpr (Config::kLooks) {
     if (deterministic) return &attention_backward_kernel<Config, true>;
   }
   return &attention_backward_kernel<Config, false>;
@@ -259,8 +260,8 @@ void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
                 stream, params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
   postprocess_kernel<typename Config::Tiles>
-      <<<static_cast<unsigned>(max_of(blocks, 2 * key_tiles)), kPostprocessThreads, 0, stream>>>(
-          params, static_cast<int32_t>(blocks));
+      <<<static_cast<unsigned>(max_of(blocks, kKeyParts<typename Config::Tiles> * key_tiles)), kPostprocessThreads, 0,
+         stream>>>(params, static_cast<int32_t>(blocks));
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }
 
@@ -276,6 +277,7 @@ KernelEntry make_entry() {
   info.name = "bwd" + std::string(Config::Extra::kName) + "_d" + std::to_string(Config::kHeadDim) +
               (kDType == DType::kF16 ? "_fp16" : "_bf16");
   info.packed = Config::kPacked;
+  info.band = Config::Extra::kBand;
   info.general = Config::Extra::kGeneral;
   info.dropout = Config::Extra::kDropout;
   info.dtype = kDType;
@@ -291,8 +293,15 @@ KernelEntry make_entry() {
 // The kernels of one head-dim bucket and dtype.
 template <template <class, class> class ConfigOf, class Element>
 std::vector<KernelEntry> make_entries() {
-  return {make_entry<ConfigOf<Element, Plain>>(), make_entry<ConfigOf<Element, Packed>>(),
-          make_entry<ConfigOf<Element, Dropping>>(), make_entry<ConfigOf<Element, General>>()};
+  std::vector<KernelEntry> entries;
+  if constexpr (ConfigOf<Element, Band>::kSplit == Split::kByKeys) {
+    entries.push_back(make_entry<ConfigOf<Element, Band>>());
+  }
+  entries.push_back(make_entry<ConfigOf<Element, Packed>>());
+  entries.push_back(make_entry<ConfigOf<Element, Plain>>());
+  entries.push_back(make_entry<ConfigOf<Element, Dropping>>());
+  entries.push_back(make_entry<ConfigOf<Element, General>>());
+  return entries;
 }
 
 }  // namespace flashmsa::bwd

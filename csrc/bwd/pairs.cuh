@@ -149,6 +149,24 @@ struct Pairs {
     if (step.detail != mask::kWholeCell) hide_in_cell(s, step, sub);
   }
 
+  // The same of a band, in P^T: query i sees the keys from i + low to before i + high.
+  // NOTE: where S^T is still at hand, registers are too few for a branch.
+  __device__ __forceinline__ void hide_outside_band(Fragment& p, uint32_t stage, int sub) {
+    const uint32_t low = params.band.low, high = params.band.high;
+    const uint32_t query = shared.step[stage].tile * Config::kBlockQ + query_of(sub, 0);
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int32_t key = key_of(2 * slot);
+      const uint32_t first = key - query - low, span = key < params.len_kv ? high - low : 0;
+#pragma unroll
+      for (int n = 0; n < kPairs / 4; ++n) {
+        uint32_t& weights = p[n / 2][n % 2 * 2 + slot];
+        if (first - 8 * n >= span) weights &= 0xffff0000u;
+        if (first - (8 * n + 1) >= span) weights &= 0x0000ffffu;
+      }
+    }
+  }
+
   // The same of a listed cell that is not whole.
   // NOTE: wide tiles gather the answers in bits first, in a loop; unrolled it takes registers that there are not, which
   // narrow tiles have.
@@ -249,7 +267,8 @@ struct Pairs {
                                         int sub) {
     float slope[kPairs];
     if constexpr (Extra::kGeneral) modify(s, slope, stage, sub);
-    if (uniform(shared.step[stage].partial) != 0) hide(s, stage, sub);
+    const bool partial = uniform(shared.step[stage].partial) != 0;
+    if (!Extra::kBand && partial) hide(s, stage, sub);
     exponentiate(s, slope, p, w, kept, stage, sub);
   }
 
@@ -310,11 +329,24 @@ struct Pairs {
     for (int i = 0; i < kQuerySteps; ++i) sm90::ldmatrix_x4(ds[i], block_address(first, sub * kQuerySteps + i));
   }
 
-  // SYNC: makes a warp's part of dS^T known to dQ's wgmma.
-  __device__ __forceinline__ void publish(sm90::Barrier& full) {
+  // A warp's part of dS^T, whole, to dQ's warpgroup; in clusters to both CTAs'.
+  // SYNC: makes it known to their wgmma. They released the place in both before anything was written there.
+  __device__ __forceinline__ void publish(uint32_t buffer) {
     sm90::fence_async_proxy();
     __syncwarp();
-    release(full);
+    sm90::Barrier& full = shared.full_ds[buffer];
+    if constexpr (S::kClustered) {
+      constexpr uint32_t kBytes = sm90::kWarpRows * sm90::kSwizzleRowBytes;  // in one run
+      static_assert(S::DsTile::kGroups == 1);
+      if (!sm90::elect()) return;
+      const uint32_t other = rank_of_cta<Config>() ^ 1u;
+      const char* rows = shared.ds[buffer] + warp_key() * sm90::kSwizzleRowBytes;
+      full.arrive_expect(kBytes);
+      sm90::copy_across(sm90::map_shared(rows + Config::kCtaKeys * sm90::kSwizzleRowBytes, other), rows, kBytes,
+                        sm90::map_shared(&full.word, other));
+    } else {
+      release(full);
+    }
   }
 
   // A gradient to memory, by way of shared rows that nobody needs any more.

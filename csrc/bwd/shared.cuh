@@ -3,6 +3,7 @@
 
 #include "attn/dropout.cuh"
 #include "attn/score.cuh"
+#include "bwd/band.h"
 #include "bwd/config.h"
 #include "bwd/key_order.h"
 #include "bwd/packed.h"
@@ -76,6 +77,7 @@ struct KernelParams {
   int64_t alibi_stride_batch;
   float alibi_factor;  // from a slope to S's unit a key
   attn::DropoutParams dropout;  // rng_state null: none
+  KeyBand band;  // band kernels
   const PackedKeys* packed;  // (orders, key_tiles): packed kernels' key tiles, in the order of Prepared::longest
 
   // What kept weights, and with them dV, are multiplied by.
@@ -103,11 +105,13 @@ struct KeyTile {
   int32_t tile, batch, residue, kv_head;
 };
 
-// What packed kernels know beside it.
-template <bool kPacked>
+// What packed and band kernels know beside it.
+template <bool kPacked, bool kBand>
 struct OwnKeys {};
 template <>
-struct OwnKeys<true> : PackedKeys {};
+struct OwnKeys<true, false> : PackedKeys {};
+template <>
+struct OwnKeys<false, true> : BandKeys {};
 
 template <class Config>
 struct Shared {
@@ -132,7 +136,7 @@ struct Shared {
   // Where the step is partial: the rows' main runs, and their first ones.
   alignas(128) mask::Interval rows[Config::kStages][2][Config::kRowsShared ? Config::kBlockQ : 1];
   // Query tiles that the keys meet, a bit each, 32 in a word; the words of one head after those of another.
-  static constexpr int32_t kFoundWords = 64;
+  static constexpr int32_t kFoundWords = Config::kLooks ? 64 : 1;
   uint32_t found[kFoundWords];
   uint32_t partial[kFoundWords];  // those that are not whole
   Step step[Config::kStages];
@@ -146,7 +150,7 @@ struct Shared {
   sm90::Barrier full_ds[Config::kDsBuffers];  // dS's warps                dQ
   sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
 
-  OwnKeys<Config::kPacked> own;
+  OwnKeys<Config::kPacked, Config::Extra::kBand> own;
   sm90::Barrier finished;  // by gradient: consumer warps             they themselves
 
   __device__ void init_barriers() {
@@ -219,7 +223,7 @@ __device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32
 }
 
 // Packed kernels: of the key tile that key_tile_of gave.
-__device__ __forceinline__ OwnKeys<true> own_keys_of(const KernelParams& params, const KeyTile& key_tile) {
+__device__ __forceinline__ OwnKeys<true, false> own_keys_of(const KernelParams& params, const KeyTile& key_tile) {
   // SYNC: the work of the kernel before.
   cudaGridDependencySynchronize();
   const int64_t order = int64_t{key_tile.batch} * params.prepared.order_stride_batch;
@@ -228,9 +232,8 @@ __device__ __forceinline__ OwnKeys<true> own_keys_of(const KernelParams& params,
   return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
 }
 
-template <class Config>
-__device__ __forceinline__ int32_t first_key_of(const KeyTile& key_tile,
-                                                [[maybe_unused]] const OwnKeys<Config::kPacked>& own) {
+template <class Config, class Own>
+__device__ __forceinline__ int32_t first_key_of(const KeyTile& key_tile, [[maybe_unused]] const Own& own) {
   if constexpr (Config::kPacked) {
     return own.first_key;
   } else {

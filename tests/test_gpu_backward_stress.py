@@ -148,6 +148,20 @@ def test_bands_in_clusters(dtype: torch.dtype, dims: tuple[int, int], case: Mask
         run_and_check_backward(target, q.detach(), k, v, case)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [DENSE, CAUSAL], ids=str)
+def test_small_and_large_numbers_of_rows(dtype: torch.dtype, case: MaskCase) -> None:
+    """At head dim 64 lse and Δ are sums of three 16-bit numbers (csrc/bwd/terms.cuh): logits of tens, gradients so small
+    that fp16 has few bits of them, and in fp16 an lse that they do not reach, in logits' units."""
+    target = sm90(dtype)
+    q, k, v = make_qkv(target, 1, (4, 2), 300, 500, 64)
+    d_out, d_lse = grad_like(q, v)
+    for factor, of_gradients, scale in ((6.0, 1.0, None), (1.0, 2.0**-12, None), (1.0, 1.0, 1e-9)):
+        given = q * factor, k * factor, v, case, d_out * of_gradients, d_lse * of_gradients
+        found = run_backward(target, *given, scale=scale)
+        check_gradients(found, *given, scale=scale, note=f"{factor} {of_gradients} {scale}")
+
+
 def test_not_finite_in_clusters() -> None:
     """An infinite query, key or value: what sees it is computed once more, pair by pair."""
     q, k, v = make_qkv(sm90(), 1, (2, 2), 300, 3900, 128)

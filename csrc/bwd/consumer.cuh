@@ -41,7 +41,7 @@ struct KeyConsumer : Pairs<Config> {
   __device__ __forceinline__ void step(float (&dk)[kGradients], float (&dv)[kGradients], Fragment& ds, uint32_t stage,
                                        uint32_t before, const Place<Config::kDsBuffers>& buffer, int sub) {
     float s[kPairs];
-    this->template issue_pairs<false>(s, k_descriptor, Base::queries(shared.q[stage], sub));  // 1
+    this->issue_s(s, k_descriptor, stage, sub);  // 1
     this->issue_gradient(
         dk, ds, sub == 0 ? Base::queries(shared.q[before], kSubs - 1) : Base::queries(shared.q[stage], sub - 1));
     Kept kept;
@@ -59,8 +59,7 @@ struct KeyConsumer : Pairs<Config> {
     if (Config::Extra::kBand && Base::uniform(shared.step[stage].partial) != 0) this->hide_outside_band(p, stage, sub);
 
     float dp[kPairs];
-    if constexpr (Base::kPreload) this->preload(dp, stage, sub);
-    this->template issue_pairs<Base::kPreload>(dp, v_descriptor, Base::queries(shared.dout[stage], sub));  // 4
+    this->issue_dp(dp, v_descriptor, stage, sub);  // 4
     this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));
 
     // 5. NOTE: wide tiles wait for dV too, whose weights' registers become dS.

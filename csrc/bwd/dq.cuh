@@ -204,7 +204,9 @@ struct DqWarpgroup {
     const sm90::Sequence from = {step.head, key_tile.batch, key_tile.residue};
     load_queries(shared.q[stage], params.q, row, from, full);
     const int64_t sequence = params.sequence(key_tile.batch, step.head, key_tile.residue);
-    copy(shared.stats[stage], params.prepared.stats + (sequence * params.q_tiles + step.tile) * (2 * Config::kBlockQ),
+    const void* stats = Config::kTerms ? prepared.terms : prepared.stats;
+    copy(shared.stats[stage],
+         static_cast<const char*>(stats) + (sequence * params.q_tiles + step.tile) * int64_t{S::kStatBytes},
          S::kStatBytes, full);
     load_queries(shared.dout[stage], params.dout, row, from, full);
     if (rows) {

@@ -8,7 +8,7 @@
 //
 // Roles       warpgroup 0: loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
 //             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh), and before that which query tiles there are.
-// Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
+// Shared      K, V; a ring of Q, dO with their rows' numbers, lse and Δ (terms.cuh: as operands); dS; pieces of dQ: shared.cuh.
 // Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, finished.
 // Schedule    the numbered steps of the consumers.
 // Clusters    each CTA loads half of Q's and dO's columns, to both. dS^T goes to the other CTA as it goes to this one's dQ, and
@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     sm90::prefetch_map(params.dout);
     sm90::prefetch_map(params.dv);
     sm90::prefetch_map(params.dk);
+    shared.clear_pads();
     shared.init_barriers();
     if constexpr (Config::kPacked) {
       shared.key_tile = key_tile;

@@ -24,7 +24,8 @@ struct Layout {
   int32_t plan_stride_batch, plan_stride_head;
   int32_t orders, order_stride_batch, order_stride_head;
   bool two_runs, packs;
-  size_t stats, dq, tiles, mains, firsts, positions, suspects, turns, longest, packed, bytes;  // offsets, and the sum
+  size_t stats, terms, dq, tiles, mains, firsts, positions, suspects, turns, longest, packed,
+      bytes;  // offsets, and the sum
 };
 
 template <class Config>
@@ -62,6 +63,7 @@ Layout make_layout(const BackwardParams& b) {
   };
   const size_t padded_rows = size_t{1} * layout.q_tiles * Config::kBlockQ;
   layout.stats = take(layout.sequences * padded_rows, 2 * sizeof(float));
+  layout.terms = take(Config::kTerms ? layout.sequences * padded_rows : 0, Shared<Config>::RowTerms::kRowBytes);
   layout.dq = take(layout.sequences * padded_rows, Config::kHeadDim * sizeof(float));
   layout.tiles = take(layout.plans * layout.q_tiles, sizeof(QueryTile));
   layout.mains = take(layout.plans * padded_rows, sizeof(mask::Interval));
@@ -86,6 +88,7 @@ size_t workspace_bytes(const BackwardParams& b) {
 inline Prepared make_prepared(const BackwardParams& b, const Layout& layout, char* space) {
   Prepared prepared = {};
   prepared.stats = reinterpret_cast<float*>(space + layout.stats);
+  prepared.terms = space + layout.terms;
   prepared.dq = reinterpret_cast<float*>(space + layout.dq);
   prepared.tiles = reinterpret_cast<QueryTile*>(space + layout.tiles);
   prepared.mains = reinterpret_cast<mask::Interval*>(space + layout.mains);
@@ -99,6 +102,13 @@ inline Prepared make_prepared(const BackwardParams& b, const Layout& layout, cha
   prepared.plan_stride_batch = layout.plan_stride_batch;
   prepared.plan_stride_head = layout.plan_stride_head;
   return prepared;
+}
+
+// From S to the exponent of 2.
+// NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
+inline float exponent_scale(const AttentionParams& p) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  return std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
 }
 
 inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& layout, const Prepared& prepared,
@@ -124,6 +134,7 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
   params.heads_q = p.heads_q;
   params.residues = p.residues;
   params.len_q = p.len_q;
+  params.scale_log2 = exponent_scale(p);
   params.q_tiles = layout.q_tiles;
   params.head_dim_v = p.head_dim_v;
   params.block_kv = block_kv;
@@ -160,7 +171,6 @@ void order_turns(const MaskArgs& mask, sched::TileOrder& order, KeyOrder& keys) 
 template <class Config>
 KernelParams make_params(const BackwardParams& b, const Layout& layout, const Prepared& prepared) {
   using S = Shared<Config>;
-  constexpr float kLog2E = 1.44269504088896341f;
   constexpr int kRank = sm90::kStridedRank;
   const AttentionParams& p = b.forward;
   const auto extent = [&](int32_t heads, int32_t length, int32_t head_dim) {
@@ -200,8 +210,7 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
   params.scale = static_cast<float>(p.scale);
-  // NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
-  params.scale_log2 = std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
+  params.scale_log2 = exponent_scale(p);
   params.softcap = p.softcap > 0;
   params.cap = attn::make_cap(p.scale, p.softcap);
   params.alibi_slopes = p.alibi_slopes;

@@ -33,6 +33,7 @@ struct Pairs {
   using QueryTransposed = sm90::MnMajor<typename S::QTile>;
   using Fragment = uint32_t[kQuerySteps][4];  // S^T or dS^T, rounded, as the A operand
   using Kept = KeptBits<kPairs>;
+  using RowTerms = typename S::RowTerms;
 
   const KernelParams& params;
   S& shared;
@@ -81,6 +82,43 @@ struct Pairs {
     sm90::wgmma_commit();
   }
 
+  // The same, and number `which` of each query.
+  __device__ __forceinline__ void issue_pairs_and(float (&s)[kPairs], int which, uint64_t keys, uint32_t queries,
+                                                  uint32_t stage, int sub) {
+    const auto weights = RowTerms::weights(lane(), which);
+    const uint64_t q = QueryOperand::descriptor(queries);
+    const uint64_t terms =
+        RowTerms::descriptor(address(shared.stats[stage]) + sub * (Config::kSubQ / 8 * RowTerms::kGroupBytes));
+    sm90::wgmma_fence();
+    PairMma::template rs<true>(s, weights.fragment, terms, false);
+#pragma unroll
+    for (int i = 0; i < kColumnSteps; ++i) {
+      PairMma::ss(s, keys + KeyOperand::step(i), q + QueryOperand::step(i), true);
+    }
+    sm90::wgmma_commit();
+  }
+
+  // S^T = K Q^T; by terms less lse.
+  __device__ __forceinline__ void issue_s(float (&s)[kPairs], uint64_t keys, uint32_t stage, int sub) {
+    const uint32_t of = queries(shared.q[stage], sub);
+    if constexpr (Config::kTerms) {
+      issue_pairs_and(s, 0, keys, of, stage, sub);
+    } else {
+      issue_pairs<false>(s, keys, of);
+    }
+  }
+
+  // dP^T = V dO^T - Δ; without kPreload V dO^T.
+  __device__ __forceinline__ void issue_dp(float (&dp)[kPairs], uint64_t keys, uint32_t stage, int sub) {
+    const uint32_t of = queries(shared.dout[stage], sub);
+    if constexpr (Config::kTerms) {
+      issue_pairs_and(dp, 1, keys, of, stage, sub);
+    } else {
+      if constexpr (kPreload) preload(dp, stage, sub);
+      issue_pairs<kPreload>(dp, keys, of);
+    }
+  }
+
   // dV += P^T dO, or dK += dS^T Q.
   __device__ __forceinline__ void issue_gradient(float (&d)[kGradients], const Fragment& weights, uint32_t queries) {
     const uint64_t q = QueryTransposed::descriptor(queries);
@@ -95,7 +133,7 @@ struct Pairs {
   // A statistic of the two queries of elements 4 n … 4 n + 3.
   __device__ __forceinline__ float2 statistic(uint32_t stage, int sub, int which, int n) const {
     const uint32_t row = which * Config::kBlockQ + sub * Config::kSubQ + 8 * n + lane() % 4 * 2;
-    return *reinterpret_cast<const float2*>(&shared.stats[stage][row]);
+    return *reinterpret_cast<const float2*>(&shared.stats[stage][row * sizeof(float)]);
   }
 
   // Element e's query within the step's tile, and key.
@@ -240,7 +278,8 @@ struct Pairs {
                                                Fragment& w, const Kept& kept, uint32_t stage, int sub) {
 #pragma unroll
     for (int n = 0; n < kPairs / 4; ++n) {
-      const float2 lse = statistic(stage, sub, 0, n);
+      float2 lse = {0.0f, 0.0f};
+      if constexpr (!Config::kTerms) lse = statistic(stage, sub, 0, n);
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int e = 4 * n + 2 * slot;

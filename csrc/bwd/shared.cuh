@@ -7,6 +7,7 @@
 #include "bwd/config.h"
 #include "bwd/key_order.h"
 #include "bwd/packed.h"
+#include "bwd/terms.cuh"
 #include "core/params.h"
 #include "mask/interval.h"
 #include "sched/tile_order.h"
@@ -29,6 +30,7 @@ struct alignas(32) QueryTile {
 // filled up; a sequence is a (batch, head, residue).
 struct Prepared {
   float* stats;        // (sequences, q_tiles, 2, block_q): lse in the exponent's units, then -Δ
+  void* terms;         // the same by terms of 16 bits (terms.cuh), as far as the main kernel takes these
   float* dq;           // (sequences, 64-row blocks, head_dim / 64, 4096): fragment order, see DqPiece
   QueryTile* tiles;    // (plans, q_tiles)
   mask::Interval* mains;   // (plans, padded len_q): keys of each row, the main run; packed: see PackedKeys::origin
@@ -122,7 +124,10 @@ struct Shared {
 
   static constexpr bool kClustered = Config::kCluster > 1;
   static constexpr bool kStaged = Config::kStagings > 0;
-  static constexpr uint32_t kStatBytes = 2 * Config::kBlockQ * sizeof(float);
+  using RowTerms = Terms<typename Config::Element>;
+  static constexpr uint32_t kStatBytes =
+      Config::kBlockQ * (Config::kTerms ? RowTerms::kRowBytes : 2 * static_cast<uint32_t>(sizeof(float)));
+  static constexpr uint32_t kStatPad = Config::kTerms ? RowTerms::kPadBytes : 0;
   static constexpr uint32_t kRunBytes = Config::kBlockQ * sizeof(mask::Interval);
 
   // Clusters: behind its own the other CTA's keys, those columns of which this one computes dQ.
@@ -132,7 +137,7 @@ struct Shared {
   alignas(1024) char dout[Config::kStages][QTile::kBytes];
   alignas(1024) char ds[Config::kDsBuffers][DsTile::kBytes];
   alignas(kStaged ? 1024 : 16) float staging[kStaged ? Config::kStagings : 1][kStaged ? DqPiece::kFloats : 1];
-  alignas(128) float stats[Config::kStages][2 * Config::kBlockQ];
+  alignas(128) char stats[Config::kStages][kStatBytes + kStatPad];
   // Where the step is partial: the rows' main runs, and their first ones.
   alignas(128) mask::Interval rows[Config::kStages][2][Config::kRowsShared ? Config::kBlockQ : 1];
   // Query tiles that the keys meet, a bit each, 32 in a word; the words of one head after those of another.
@@ -167,6 +172,15 @@ struct Shared {
     }
     if constexpr (Config::kSplit == Split::kByGradient) finished.init(kConsumerWarps);
     sm90::fence_barrier_init();
+  }
+
+  // One thread.
+  __device__ void clear_pads() {
+    if constexpr (kStatPad > 0) {
+      for (int s = 0; s < Config::kStages; ++s) memset(stats[s] + kStatBytes, 0, kStatPad);
+      // SYNC: wgmma reads them.
+      sm90::fence_async_proxy();
+    }
   }
 };
 

@@ -41,7 +41,7 @@ struct KeyConsumer : Pairs<Config> {
   __device__ __forceinline__ void step(float (&dk)[kGradients], float (&dv)[kGradients], Fragment& ds, uint32_t stage,
                                        uint32_t before, const Place<Config::kDsBuffers>& buffer, int sub) {
     float s[kPairs];
-    this->template issue_pairs<false>(s, k_descriptor, Base::queries(shared.q[stage], sub));  // 1
+    this->issue_s(s, k_descriptor, stage, sub);  // 1
     this->issue_gradient(
         dk, ds, sub == 0 ? Base::queries(shared.q[before], kSubs - 1) : Base::queries(shared.q[stage], sub - 1));
     Kept kept;
@@ -55,11 +55,11 @@ struct KeyConsumer : Pairs<Config> {
 
     sm90::wgmma_wait<0>();  // 3
     sm90::pin_registers(dk);
-    if (sub == 0 && before != stage) this->release(shared.empty[before]);
+    if (sub == 0 && before != stage) release_in_cluster<Config>(shared.empty[before], this->lane());
+    if (Config::Extra::kBand && Base::uniform(shared.step[stage].partial) != 0) this->hide_outside_band(p, stage, sub);
 
     float dp[kPairs];
-    if constexpr (Base::kPreload) this->preload(dp, stage, sub);
-    this->template issue_pairs<Base::kPreload>(dp, v_descriptor, Base::queries(shared.dout[stage], sub));  // 4
+    this->issue_dp(dp, v_descriptor, stage, sub);  // 4
     this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));
 
     // 5. NOTE: wide tiles wait for dV too, whose weights' registers become dS.
@@ -69,7 +69,7 @@ struct KeyConsumer : Pairs<Config> {
     this->differentiate(dp, w, ds, kept, stage, sub);
     if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
     this->store_fragment(ds, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
+    if (sub == kSubs - 1) this->publish(buffer.stage);
 
     if constexpr (!Base::kWide) {
       sm90::wgmma_wait<0>();  // 6
@@ -110,7 +110,7 @@ struct KeyConsumer : Pairs<Config> {
     this->drop(p, kept);
     if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
     this->store_fragment(ds, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
+    if (sub == kSubs - 1) this->publish(buffer.stage);
 
     this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));  // 6
     this->issue_gradient(dk, ds, Base::queries(shared.q[stage], sub));

@@ -219,14 +219,17 @@ def backward_calls() -> Iterator[Call]:
             continue
         if row["band"]:
             # Key tiles of two CTAs are for masks without edges, or long ones.
-            for mask in ("dense",) if row["block_kv"] > 128 else ("dense", "causal", "window"):
-                attention = Attention(mask, row["dtype"], width, width, length=500, sinks=every, **options)
-                yield _attention_call("backward", row["name"], attention)
+            few_masks = row["block_kv"] > 128
+            for mask in ("dense",) if few_masks else ("dense", "causal", "window"):
+                for deterministic in (False,) if few_masks else (False, True):
+                    more = {"length": 500, "sinks": every, "deterministic": deterministic}
+                    attention = Attention(mask, row["dtype"], width, width, **more, **options)
+                    yield _attention_call("backward", row["name"], attention, "deterministic" if deterministic else "")
             continue
         plain = not (row["dropout"] or row["general"])
         masks = ("window of a prefix", "causal", "dense", "causal documents", "blocks")[: 5 if plain and every else 1]
         for mask, deterministic in product(masks, (False, True)):
-            if plain and width == 64 and mask in ("causal", "dense") and not deterministic:
+            if plain and width == 64 and mask in ("causal", "dense"):
                 continue  # a band's
             attention = Attention(mask, row["dtype"], width, width, deterministic=deterministic, **options)
             yield _attention_call("backward", row["name"], attention, "deterministic" if deterministic else "")

@@ -151,7 +151,7 @@ def test_bands_in_clusters(dtype: torch.dtype, dims: tuple[int, int], case: Mask
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [DENSE, CAUSAL], ids=str)
 def test_small_and_large_numbers_of_rows(dtype: torch.dtype, case: MaskCase) -> None:
-    """At head dim 64 lse and Δ are sums of three 16-bit numbers (csrc/bwd/terms.cuh): logits of tens, gradients so small
+    """At head dim 64 lse and Δ are sums of three 16-bit terms (csrc/bwd/terms.cuh): logits of tens, gradients so tiny
     that fp16 has few bits of them, and in fp16 an lse that they do not reach, in logits' units."""
     target = sm90(dtype)
     q, k, v = make_qkv(target, 1, (4, 2), 300, 500, 64)

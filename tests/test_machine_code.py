@@ -113,11 +113,12 @@ BY_WGMMA = tuple(name for name in FAMILIES if "decode" not in name)
 
 def functions_of(name: str, row: dict) -> int:
     """Up to head dim 128 decode has two kernels of each kind, of more or fewer warps or CTAs an SM, and each once more
-    for plain calls. The backward pass has two, but for packed documents and bands: one adds to dQ in any order, one in
-    turns."""
+    for plain calls. The backward pass has two, but for packed documents and bands in clusters: one adds to dQ in any
+    order, one in turns."""
     if "decode" in name:
         return 4 if row["head_dim_bucket"] <= 128 else 2
-    return 2 if name == "attention_backward_kernel" and not (row["packed"] or row["band"]) else 1
+    turns = not row["packed"] and not (row["band"] and row["block_kv"] > 128)
+    return 2 if name == "attention_backward_kernel" and turns else 1
 
 
 @pytest.fixture(scope="module")

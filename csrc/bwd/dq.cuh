@@ -123,12 +123,15 @@ struct Walk {
 };
 
 // The same of a key tile whose query tiles are a range: a document's, or a band's.
-template <class Config>
+template <class Config, bool kOrdered>
 struct RangeWalk {
+  const KernelParams& params;
+  const Shared<Config>& shared;
   const decltype(Shared<Config>::own)& own;  // in shared memory
   int32_t head, last_head, tile;
 
-  __device__ __forceinline__ RangeWalk(const KernelParams& params, Shared<Config>& shared) : own(shared.own) {
+  __device__ __forceinline__ RangeWalk(const KernelParams& params, Shared<Config>& shared)
+      : params(params), shared(shared), own(shared.own) {
     head = shared.key_tile.kv_head * params.heads_per_kv_head();
     last_head = head + params.heads_per_kv_head() - 1;
     tile = own.begin;
@@ -141,7 +144,20 @@ struct RangeWalk {
       tile = own.begin;
     }
     const int32_t at = tile++;
-    return {at, head, at < own.full_begin || at >= own.full_end, mask::kWholeCell, 0};
+    return {at, head, at < own.full_begin || at >= own.full_end, mask::kWholeCell, turn_of(at)};
+  }
+
+  // How many key tiles that start before this one meet the same queries.
+  __device__ __forceinline__ int32_t turn_of([[maybe_unused]] int32_t query_tile) const {
+    if constexpr (kOrdered) {
+      const int32_t first_row = query_tile * Config::kBlockQ;
+      const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
+      const Range met = params.band.key_tiles_of(first_row, last_row, params.len_kv, Config::kBlockKv);
+      return params.key_order.before(shared.key_tile.tile, [&](int32_t begin, int32_t end) {
+        return max_of(min_of(end, met.end) - max_of(begin, met.begin), 0);
+      });
+    }
+    return 0;
   }
 };
 
@@ -318,7 +334,7 @@ struct DqWarpgroup {
   }
 
   __device__ void run() {
-    std::conditional_t<Config::kLooks, Walk<Config, kOrdered>, RangeWalk<Config>> walk(params, shared);
+    std::conditional_t<Config::kLooks, Walk<Config, kOrdered>, RangeWalk<Config, kOrdered>> walk(params, shared);
     Place<Config::kStages> ahead;
     bool more = true;
     // SYNC: one warp loads; `ahead` is as many steps in front of the others' as there are stages, less one.

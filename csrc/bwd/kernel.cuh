@@ -1,5 +1,5 @@
-// The main kernel of the backward pass on sm_90a: a CTA owns 128 keys of one kv head and walks over the queries that see them; or a
-// cluster of two, at d256 with 64 keys each, for bands (band.h) of d128 with 128 each.
+// The main kernel of the backward pass on sm_90a: a CTA owns 128 keys of one kv head and walks over the queries that see them.
+// Or a cluster of two does, at d256 with 64 keys each, for bands of d128 (band.h) with 128 each.
 //
 //   P = 2^(S scale - lse)   dV = P^T dO   dP = dO V^T   dS = P ∘ (dP - Δ)   dQ = scale dS K   dK = scale dS^T Q
 //
@@ -8,7 +8,8 @@
 //
 // Roles       warpgroup 0: loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
 //             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh), and before that which query tiles there are.
-// Shared      K, V; a ring of Q, dO with their rows' numbers, lse and Δ (terms.cuh: as operands); dS; pieces of dQ: shared.cuh.
+// Shared      K, V; a ring of Q, dO with their rows' lse and Δ, in some kernels as operands (terms.cuh); dS; pieces of dQ:
+//             shared.cuh.
 // Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, finished.
 // Schedule    the numbered steps of the consumers.
 // Clusters    each CTA loads half of Q's and dO's columns, to both. dS^T goes to the other CTA as it goes to this one's dQ, and

@@ -243,7 +243,7 @@ void launch_behind(Kernel kernel, int64_t ctas, int cluster, int threads, size_t
 
 template <class Config>
 auto main_kernel(bool deterministic) {
-  if constexpr (Config::kLooks) {
+  if constexpr (Config::kOrders) {
     if (deterministic) return &attention_backward_kernel<Config, true>;
   }
   return &attention_backward_kernel<Config, false>;

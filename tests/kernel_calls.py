@@ -319,11 +319,23 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
         "batch": 3,
         "heads": 16,
         "heads_kv": 1,
+        "len_q": 2,
+        "length": 9000,
+        "options": (("mask", None),),
+    },
+    "shares of twice the warps, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 2, "length": 9000},
+    # Up to head dim 128 by wgmma: of a warpgroup's rows, and of two, the last of which is not full.
+    "shares of 64 rows": {
+        "batch": 3,
+        "heads": 16,
+        "heads_kv": 1,
         "len_q": 4,
         "length": 9000,
         "options": (("mask", None),),
     },
-    "shares of twice the warps, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 9000},
+    "shares of 64 rows, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 9000},
+    "shares of 112 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "page": 16},
+    "shares of 112 rows, pages of 1": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "page": 1},
     "shares, pages of 16": {"batch": 70, "heads": 4, "length": 300, "page": 16},
     "shares, pages of 1": {"batch": 70, "heads": 4, "length": 300, "page": 1},
     "shares, pages of 128": {"batch": 9, "heads": 16, "len_q": 4, "length": 9000, "page": 128},
@@ -332,13 +344,21 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
     "parts that no batch changes": {"batch": 2, "length": 3000, "page": 64, "options": (("batch_invariant", True),)},
     "chosen pages": {"batch": 3, "length": 3000, "page": 64, "chosen": True},
 }
-OWN_KERNELS = ("clusters, two an SM", "clusters of twice the warps", "shares", "shares of twice the warps")
+OWN_KERNELS = (
+    "clusters, two an SM",
+    "clusters of twice the warps",
+    "shares",
+    "shares of twice the warps",
+    "shares of 64 rows",
+)
 # Where the general kernels alone serve.
 DECODE_OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"length": 2500, "softcap": True},
     "ALiBi": {"batch": 70, "heads": 4, "length": 300, "alibi": True},
     "a tree": {"len_q": 7, "length": 2500, "tree": True},
     "packed queries": {"batch": 5, "len_q": 3, "length": 700, "page": 16, "packed": True},
+    "a tree of 112 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "tree": True},
+    "ALiBi of 64 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 333, "alibi": True},
     "a window": {"len_q": 4, "length": 2500, "options": (("mask", flashmsa.SlidingWindow(100, 0)),)},
 }
 

@@ -112,11 +112,12 @@ BY_WGMMA = tuple(name for name in FAMILIES if "decode" not in name)
 
 
 def functions_of(name: str, row: dict) -> int:
-    """Up to head dim 128 decode has two kernels of each kind, of more or fewer warps or CTAs an SM, and each once more
-    for plain calls. The backward pass has two, but for packed documents and bands in clusters: one adds to dQ in any
-    order, one in turns."""
+    """Up to head dim 128 decode has two kernels of each kind, of more or fewer warps or CTAs an SM, at 128 one by wgmma
+    too, and each once more for plain calls. The backward pass has two, but for packed documents and bands in clusters:
+    one adds to dQ in any order, one in turns."""
     if "decode" in name:
-        return 4 if row["head_dim_bucket"] <= 128 else 2
+        by_warpgroups = name == "paged_decode_kernel" and row["head_dim_bucket"] == 128
+        return (4 if row["head_dim_bucket"] <= 128 else 2) + 2 * by_warpgroups
     turns = not row["packed"] and not (row["band"] and row["block_kv"] > 128)
     return 2 if name == "attention_backward_kernel" and turns else 1
 
@@ -146,7 +147,8 @@ def test_only_sm_90a() -> None:
 
 
 # wgmma for the products, TMA for what goes in and out: UTMASTG stores a tile, UTMAREDG, UBLKRED and REDG add to memory.
-# Decode's few rows are mma.sync's (HMMA); its small pages, and the forward pass's rows by index, cp.async's (LDGSTS).
+# Decode's few rows are mma.sync's (HMMA), more of them wgmma's; its small pages, and the forward pass's rows by index,
+# cp.async's (LDGSTS).
 # CTAs of a cluster send their parts to each other by stores that count on a barrier there (STAS).
 @pytest.mark.parametrize(
     "name, opcodes",
@@ -154,7 +156,7 @@ def test_only_sm_90a() -> None:
         ("attention_forward_kernel", ("HGMMA", "UTMALDG|LDGSTS", "UTMASTG|LDGSTS")),
         ("attention_backward_kernel", ("HGMMA", "UTMALDG", "UTMASTG", "UBLKRED|UTMAREDG|REDG")),
         ("paged_attention_kernel", ("HGMMA", "UTMALDG", "UTMASTG")),
-        ("paged_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS")),
+        ("paged_decode_kernel", ("HMMA|HGMMA", "UTMALDG", "LDGSTS")),
         ("cluster_decode_kernel", ("HMMA", "UTMALDG", "LDGSTS", "UCGABAR_WAIT", "STAS")),
     ],
 )
@@ -162,6 +164,16 @@ def test_tensor_cores_and_bulk_copies(families: dict[str, Family], name: str, op
     for function in families[name].functions:
         for opcode in opcodes:
             assert any(function.count(x) > 0 for x in opcode.split("|")), f"{function.name} has no {opcode}"
+
+
+def test_decode_by_warpgroups(families: dict[str, Family]) -> None:
+    """Both products by wgmma: Q and P from registers, so that no fragment is loaded."""
+    found = [x for x in families["paged_decode_kernel"].functions if "ByWarpgroups" in x.name]
+    assert len(found) == 2 * sum(row["head_dim_bucket"] == 128 for row in DECODE)
+    for function in found:
+        assert function.count("HMMA") == function.count("LDSM") == 0 < function.count("HGMMA"), function.name
+    others = [x for x in families["paged_decode_kernel"].functions if x not in found]
+    assert not any(function.count("HGMMA") for function in others)
 
 
 def test_backward_clusters(families: dict[str, Family]) -> None:

@@ -126,22 +126,22 @@ struct RingPlace {
 
 template <class Config>
 struct Shared {
-  alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: a K and a V chunk for each warp
+  alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: chunks of K and of V, in turn
   union {
     // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
     alignas(16) float o[Config::kWarps][kTileRows][Config::kORow];
     // When that is stored: parts of this and other CTAs, four columns a thread.
     float4 parts[Config::kClustered ? 1 : Config::kMergedSlots][Config::kAttending];
   };
-  float2 parts_ml[Config::kClustered ? 1 : kGroupRows][kMergedParts];
+  float2 parts_ml[Config::kClustered ? 1 : kMergedRows][kMergedParts];
   float2 ml[Config::kWarps][kTileRows];  // reference and sum of each warp's rows
   // Parts of rows that the CTAs of a cluster sent here.
   alignas(16) float pushed[Config::kClustered ? kTileRows : 1][Config::kHeadDim];
   float2 pushed_ml[Config::kClustered ? kTileRows : 1];
-  RowPlace rows[kGroupRows];
-  int4 keys[kGroupRows];  // of each row: first run, main run
-  uint32_t tree[kGroupRows];
-  float2 alibi[kGroupRows];  // slope, position (an int32_t's bits)
+  RowPlace rows[Config::kGroupRows];
+  int4 keys[Config::kGroupRows];  // of each row: first run, main run
+  uint32_t tree[Config::kGroupRows];
+  float2 alibi[Config::kGroupRows];  // slope, position (an int32_t's bits)
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
@@ -151,7 +151,7 @@ struct Shared {
   int32_t table_begin;  // units before the table
 
   static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
-    return (stage * Config::kWarps + chunk) * 2;
+    return (stage * Config::kTileChunks + chunk) * 2;
   }
   // Where a sequence of the table begins and ends, in units over all sequences.
   __device__ __forceinline__ int2 units_of(int32_t index) const {

@@ -244,6 +244,8 @@ def _backward_kernel(
     facts = {"len_q": q.shape[2], "len_kv": k.shape[2], "deterministic": deterministic}
     if kind == DOCUMENT:
         facts |= {"documents": tensors[0].shape[-1] - 1, "causal": bool(ints[0])}
+    if kind in (CAUSAL, COMPOSITE) and not tensors:
+        facts["mask_ints"] = ints
     return _kernel(q, v, wanted, backward=True, **facts)
 
 

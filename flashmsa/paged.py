@@ -139,7 +139,7 @@ def paged_workspace(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Te
     the CPU, and for the composed backend. A call that goes through a dense copy of the pages (``explain_paged`` says
     so) takes memory for that from torch's allocator all the same.
 
-    Decode keeps (Dv + 2) * 4 bytes for each part of a sequence and each of the up to 64 query rows of a kv head that a
+    Decode keeps (Dv + 2) * 4 bytes for each part of a sequence and each of the up to 128 query rows of a kv head that a
     thread block takes. There are at most two parts for each of up to two thread blocks an SM; with ``num_splits``, or
     the 32 parts of ``batch_invariant``, B * Hkv * parts. Besides a few words for each sequence and listed page. Prefill
     keeps a plan: a few words for each tile of query rows, and the sorted ``query_pages``.

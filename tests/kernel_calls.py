@@ -217,13 +217,24 @@ def backward_calls() -> Iterator[Call]:
             attention = Attention("long documents", row["dtype"], width, width, length=610, **options)
             yield _attention_call("backward", row["name"], attention)
             continue
+        if row["band"]:
+            # Key tiles of two CTAs are for masks without edges, or long ones.
+            few_masks = row["block_kv"] > 128
+            for mask in ("dense",) if few_masks else ("dense", "causal", "window"):
+                for deterministic in (False,) if few_masks else (False, True):
+                    more = {"length": 500, "sinks": every, "deterministic": deterministic}
+                    attention = Attention(mask, row["dtype"], width, width, **more, **options)
+                    yield _attention_call("backward", row["name"], attention, "deterministic" if deterministic else "")
+            continue
         plain = not (row["dropout"] or row["general"])
-        masks = ("causal", "dense", "window of a prefix", "causal documents", "blocks")[: 5 if plain and every else 1]
+        masks = ("window of a prefix", "causal", "dense", "causal documents", "blocks")[: 5 if plain and every else 1]
         for mask, deterministic in product(masks, (False, True)):
+            if plain and width == 64 and mask in ("causal", "dense"):
+                continue  # a band's
             attention = Attention(mask, row["dtype"], width, width, deterministic=deterministic, **options)
             yield _attention_call("backward", row["name"], attention, "deterministic" if deterministic else "")
         if plain and every:
-            others = {"buckets": {}, "dilated": {}, "pairs": {}, "dense": {"sinks": True}}
+            others = {"buckets": {}, "dilated": {}, "pairs": {}, "window of a prefix": {"sinks": True}}
             for mask, more in others.items():
                 attention = Attention(mask, row["dtype"], width - 8, width - 8, **more, **options)
                 yield _attention_call("backward", row["name"], attention, "narrower")
@@ -308,11 +319,23 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
         "batch": 3,
         "heads": 16,
         "heads_kv": 1,
+        "len_q": 2,
+        "length": 9000,
+        "options": (("mask", None),),
+    },
+    "shares of twice the warps, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 2, "length": 9000},
+    # Up to head dim 128 by wgmma: of a warpgroup's rows, and of two, the last of which is not full.
+    "shares of 64 rows": {
+        "batch": 3,
+        "heads": 16,
+        "heads_kv": 1,
         "len_q": 4,
         "length": 9000,
         "options": (("mask", None),),
     },
-    "shares of twice the warps, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 9000},
+    "shares of 64 rows, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 9000},
+    "shares of 112 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "page": 16},
+    "shares of 112 rows, pages of 1": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "page": 1},
     "shares, pages of 16": {"batch": 70, "heads": 4, "length": 300, "page": 16},
     "shares, pages of 1": {"batch": 70, "heads": 4, "length": 300, "page": 1},
     "shares, pages of 128": {"batch": 9, "heads": 16, "len_q": 4, "length": 9000, "page": 128},
@@ -321,13 +344,21 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
     "parts that no batch changes": {"batch": 2, "length": 3000, "page": 64, "options": (("batch_invariant", True),)},
     "chosen pages": {"batch": 3, "length": 3000, "page": 64, "chosen": True},
 }
-OWN_KERNELS = ("clusters, two an SM", "clusters of twice the warps", "shares", "shares of twice the warps")
+OWN_KERNELS = (
+    "clusters, two an SM",
+    "clusters of twice the warps",
+    "shares",
+    "shares of twice the warps",
+    "shares of 64 rows",
+)
 # Where the general kernels alone serve.
 DECODE_OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"length": 2500, "softcap": True},
     "ALiBi": {"batch": 70, "heads": 4, "length": 300, "alibi": True},
     "a tree": {"len_q": 7, "length": 2500, "tree": True},
     "packed queries": {"batch": 5, "len_q": 3, "length": 700, "page": 16, "packed": True},
+    "a tree of 112 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "tree": True},
+    "ALiBi of 64 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 333, "alibi": True},
     "a window": {"len_q": 4, "length": 2500, "options": (("mask", flashmsa.SlidingWindow(100, 0)),)},
 }
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashmsa
-from flashmsa import _C, Causal, Dense, Document, HashBucket, Mask, PrefixLM, SlidingWindow, explain
+from flashmsa import _C, Causal, Dense, DilatedWindow, Document, HashBucket, Mask, PrefixLM, SlidingWindow, explain
 from flashmsa.masks import PerSequence
 
 needs_kernels = pytest.mark.skipif(not _C.kernels(), reason="this build has no sm_90a kernels")
@@ -413,6 +413,30 @@ def test_the_kernel_of_packed_documents() -> None:
         torch.use_deterministic_algorithms(False)
     assert not packed(3, dropout_p=0.1)
     assert not packed(3, softcap=2.0)
+
+
+@needs_kernels
+def test_the_kernel_of_bands() -> None:
+    """Dense, causal and windows. At head dim 128 its key tiles are twice as large: for long lengths alone."""
+
+    def band(len_q: int, len_kv: int, mask: Mask | None = None, dim: int = 128, **options: Any) -> bool:
+        x = make(dtype=torch.bfloat16, len_q=len_q, len_kv=len_kv, dim=dim)
+        q, k, v = (part.requires_grad_() for part in x)
+        name = explain(q, k, v, mask, backend="sm90", **options).backward_kernel
+        return next(x for x in _C.backward_kernels() if x["name"] == name)["band"]
+
+    assert band(100, 1024) and not band(100, 1100), "an odd number of tiles of 128 keys"
+    assert band(100, 1100, dim=64) and band(50, 50, Causal(), dim=40) and not band(100, 1024, dim=256)
+    assert band(3072, 3072, Causal()) and not band(2048, 2048, Causal())
+    assert band(300, 4000, Causal()) and not band(300, 4000, Causal(align="top-left")), "rows see the end, or not"
+    assert band(3072, 3072, SlidingWindow(math.inf, 0)) and not band(3072, 3072, SlidingWindow(1000, 0))
+    assert band(4096, 4096, SlidingWindow(3000, 3000))
+    others = (PrefixLM(5), SlidingWindow(3000, 0, keep_first=2), Document(torch.tensor([0, 50, 4096]).int()))
+    for mask in (*others, SlidingWindow(3000, 0) & others[-1], DilatedWindow(3000, 0, dilation=2)):
+        assert not band(4096, 4096, mask), mask
+    for options in ({"dropout_p": 0.1}, {"softcap": 2.0}):
+        assert not band(1024, 1024, **options) and not band(1024, 1024, dim=64, **options), options
+    assert not band(1024, 1024, deterministic=True) and band(1024, 1024, dim=64, deterministic=True)
 
 
 BAND_OR_NOT = {

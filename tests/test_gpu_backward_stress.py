@@ -131,6 +131,48 @@ def test_longer_lengths(dtype: torch.dtype, dim: int, case) -> None:
     run_and_check_backward(sm90(dtype), q, k, v, case)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(128, 128), (72, 128), (128, 96)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [DENSE, CAUSAL, MaskCase("window", left=6000, right=0), MaskCase("window-top-left", left=100, right=3900)],
+    ids=str,
+)
+def test_bands_in_clusters(dtype: torch.dtype, dims: tuple[int, int], case: MaskCase) -> None:
+    """Key tiles of two CTAs (csrc/bwd/band.h). The second of the last one has some keys, two, or none."""
+    target = sm90(dtype)
+    for len_q, len_kv in ((700, 4000), (65, 3970), (65, 7808)):
+        q, k, v = make_qkv(target, 2, (4, 2), len_q, len_kv, dims[0], dims[1])
+        told = flashmsa.explain(q.requires_grad_(), k, v, case.build("cuda"), backend="sm90").backward_kernel
+        assert "band" in told, told
+        run_and_check_backward(target, q.detach(), k, v, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [DENSE, CAUSAL], ids=str)
+def test_small_and_large_numbers_of_rows(dtype: torch.dtype, case: MaskCase) -> None:
+    """At head dim 64 lse and Δ are sums of three 16-bit terms (csrc/bwd/terms.cuh): logits of tens, gradients so tiny
+    that fp16 has few bits of them, and in fp16 an lse that they do not reach, in logits' units."""
+    target = sm90(dtype)
+    q, k, v = make_qkv(target, 1, (4, 2), 300, 500, 64)
+    d_out, d_lse = grad_like(q, v)
+    for factor, of_gradients, scale in ((6.0, 1.0, None), (1.0, 2.0**-12, None), (1.0, 1.0, 1e-9)):
+        given = q * factor, k * factor, v, case, d_out * of_gradients, d_lse * of_gradients
+        found = run_backward(target, *given, scale=scale)
+        check_gradients(found, *given, scale=scale, note=f"{factor} {of_gradients} {scale}")
+
+
+def test_not_finite_in_clusters() -> None:
+    """An infinite query, key or value: what sees it is computed once more, pair by pair."""
+    q, k, v = make_qkv(sm90(), 1, (2, 2), 300, 3900, 128)
+    d_out, d_lse = grad_like(q, v)
+    for x, row in ((q, 130), (k, 3890), (v, 200)):
+        x[:, :, row, 5] = math.inf
+        found = run_backward(sm90(), q, k, v, CAUSAL, d_out, d_lse)
+        check_gradients(found, q, k, v, CAUSAL, d_out, d_lse, note=f"row {row}")
+        x[:, :, row, 5] = 0.0
+
+
 # Lengths of documents that have tiles of their own (csrc/bwd/packed.h): none, one token, and about a tile.
 LENGTHS = (0, 1, 127, 128, 129, 0, 700, 1300)
 OTHERS = (300, 0, 64, 65, 900, 2, 128, 900)

@@ -6,11 +6,21 @@ Caches are poisoned where nothing may be read (see paged_cases.py), so every cal
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 from helpers import DENSE, MaskCase, Options, Target
-from paged_cases import make_cache, packed, queries, run_and_check, run_packed_and_check
+from paged_cases import (
+    listed_pairs,
+    make_cache,
+    packed,
+    queries,
+    random_tree,
+    run_and_check,
+    run_packed_and_check,
+    tree_pairs,
+)
 
 import flashmsa
 
@@ -120,11 +130,97 @@ def test_plans_of_many_rows(lens: list[int], dim: int, len_q: int) -> None:
     run_and_check(BF16, queries(BF16, len(lens), 8, len_q, dim), cache, CAUSAL)
 
 
-def test_part_of_a_sequence_by_its_own_length() -> None:
+# Of more rows than two tiles hold, by wgmma: in so many sequences that clusters do not take them.
+MANY = [1900, 8, 0, 129, 640, 64, 63, 65, 1, 300, 7, 1500, 32, 128, 1000, 257, 999, 77, 2, 512]
+ROW_MASKS = [
+    DENSE,
+    CAUSAL,
+    WINDOW,
+    MaskCase("prefix", prefix=200),
+    MaskCase("prefix-window", prefix=90, left=100),
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 48, 256])
+@pytest.mark.parametrize("rows", [(12, 3), (16, 4), (11, 6), (16, 5), (16, 8), (16, 12)], ids=str)
+@pytest.mark.parametrize("mask", ROW_MASKS, ids=str)
+def test_rows_of_warpgroups(mask: MaskCase, rows: tuple[int, int], page_size: int) -> None:
+    """Rows of one warpgroup and of two, in groups of 128; poison behind lengths that end anywhere in a chunk."""
+    heads, len_q = rows
+    cache = make_cache(BF16, MANY, page_size, 2, 128)
+    run_and_check(BF16, queries(BF16, len(MANY), 2 * heads, len_q, 128), cache, mask)
+
+
+@pytest.mark.parametrize("dim, dim_v", [(128, 128), (96, 72), (72, 128), (128, 8)])
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("len_q", [3, 4, 8])
+@pytest.mark.parametrize("target", [BF16, FP16], ids=str)
+def test_plans_of_warpgroups(target: Target, len_q: int, how: dict, dim: int, dim_v: int) -> None:
+    """Rows that a warp has alone are stored from its registers, whole and as parts; others are merged first."""
+    lens = [3000, 0, 5, *MANY]
+    cache = make_cache(target, lens, 16, 2, dim, dim_v)
+    run_and_check(target, queries(target, len(lens), 32, len_q, dim), cache, CAUSAL, **how)
+
+
+@pytest.mark.parametrize("len_q", [4, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 3.0}, {"slopes": True}, {"sinks": True}, {"softcap": 3.0, "slopes": True, "sinks": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", ROW_MASKS, ids=str)
+def test_options_of_warpgroups(mask: MaskCase, options: dict, len_q: int) -> None:
+    cache = make_cache(BF16, MANY, 16, 2, 128)
+    made = Options(
+        softcap=options.get("softcap", 0.0),
+        slopes=torch.rand(32, device="cuda") if "slopes" in options else None,
+        sinks=torch.randn(32, device="cuda") if "sinks" in options else None,
+    )
+    run_and_check(BF16, queries(BF16, len(MANY), 32, len_q, 128), cache, mask, made)
+
+
+@pytest.mark.parametrize("len_q", [4, 8])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_plain_warpgroups_give_the_same_bits(len_q: int, how: dict) -> None:
+    cache = make_cache(BF16, MANY, 32, 2, 128)
+    q, nothing = queries(BF16, len(MANY), 32, len_q, 128), torch.full((32,), -math.inf, device="cuda")
+    call = {"mask": None, "return_lse": True, **how}
+    plain = flashmsa.paged_attention(q, *cache.arguments(), **call)
+    general = flashmsa.paged_attention(q, *cache.arguments(), **call, sinks=nothing)
+    assert all(torch.equal(x, y) for x, y in zip(plain, general, strict=True))
+
+
+@pytest.mark.parametrize("len_q", [4, 7])
+def test_trees_of_warpgroups(len_q: int) -> None:
+    """Bits over the last keys, some of which lie before the first or in the chunk before the last."""
+    rng = random.Random(len_q)
+    cache = make_cache(BF16, MANY, 16, 2, 128)
+    trees = torch.stack([random_tree(len_q, rng) for _ in MANY])
+    allowed = [tree_pairs(tree, length).cuda() for tree, length in zip(trees, MANY, strict=True)]
+    run_and_check(BF16, queries(BF16, len(MANY), 32, len_q, 128), cache, allowed=allowed, tree_mask=trees.cuda())
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 128])
+@pytest.mark.parametrize("len_q", [4, 8])
+def test_listed_pages_of_warpgroups(len_q: int, page_size: int) -> None:
+    """Chunks of keys from several pages, in an order of their own; the last page listed or not."""
+    cache = make_cache(BF16, MANY, page_size, 2, 128)
+    generator = torch.Generator().manual_seed(page_size)
+    lists = torch.randint(-1, 1 + 1900 // page_size, (len(MANY), 1, 40), generator=generator, dtype=torch.int32)
+    allowed = [
+        listed_pairs(pages, 128, page_size, len_q, length, CAUSAL).cuda()
+        for pages, length in zip(lists, MANY, strict=True)
+    ]
+    q = queries(BF16, len(MANY), 32, len_q, 128)
+    run_and_check(BF16, q, cache, allowed=allowed, query_pages=lists.cuda(), num_splits=2)
+
+
+@pytest.mark.parametrize("len_q", [1, 4, 8])
+def test_part_of_a_sequence_by_its_own_length(len_q: int) -> None:
     """batch_invariant: bitwise the same alone, in a batch, and over a table of another width."""
     lens = [5000, 1, 777, 40000, 1024, 1025]
     cache = make_cache(BF16, lens, 64, 4, 128)
-    q = queries(BF16, len(lens), 16, 1, 128)
+    q = queries(BF16, len(lens), 64, len_q, 128)
     both = flashmsa.paged_attention(q, *cache.arguments(), batch_invariant=True, return_lse=True)
     for b, length in enumerate(lens):
         table = cache.table[b : b + 1, : -(-length // 64)].contiguous()
@@ -166,19 +262,21 @@ def test_what_else_runs_changes_no_bit(len_q: int, how: dict) -> None:
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), f"call {step}"
 
 
+@pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_value_that_some_rows_see(dim: int) -> None:
-    """NaN in the newest key's V: rows that may not see it stay as they are."""
+def test_value_that_some_rows_see(dim: int, heads: int) -> None:
+    """NaN in the newest key's V: rows that may not see it stay as they are; of one tile, and of a warpgroup."""
     cache = make_cache(BF16, [300, 64], 16, 2, dim)
     for b, page in enumerate((299 // 16, 63 // 16)):
         place = cache.table[b, page].item()
         cache.v_pages[place, (299 if b == 0 else 63) % 16] = math.nan
         cache.v[b][-1] = math.nan
-    run_and_check(BF16, queries(BF16, 2, 8, 4, dim), cache)
+    run_and_check(BF16, queries(BF16, 2, heads, 4, dim), cache, num_splits=1)
 
 
-def test_packed_queries_and_tail() -> None:
-    q, cuts = packed(BF16, [3, 0, 1, 4], 8, 128, tail=5)
+@pytest.mark.parametrize("heads", [8, 32, 64])
+def test_packed_queries_and_tail(heads: int) -> None:
+    q, cuts = packed(BF16, [3, 0, 1, 4], heads, 128, tail=5)
     cache = make_cache(BF16, [300, 20, 0, 777], 16, 2, 128)
     run_packed_and_check(BF16, q, cuts, cache, max_seqlen_q=4)
 

@@ -240,6 +240,35 @@ def test_slopes_over_many_key_blocks(target: Target, family: str, head_dim: int)
         run_and_check(target, q, k, v, mask, options=Options(slopes=slopes), note=f"{len_q} x {len_kv}")
 
 
+@ALL
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("family", ["dense", "causal", "window-keep"])
+def test_slopes_of_all_sizes(target: Target, family: str, head_dim: int) -> None:
+    """Of either sign: logits fall or rise by up to 1e8 a block of keys, so that every block outgrows the one before."""
+    for slopes in ([1e2, 1e4, 1e6, 1e8], [-1e2, -1e3, -1e4, -1e5]):
+        q, k, v = make_qkv(target, 1, (4, 2), 300, 450, head_dim)
+        options = Options(slopes=torch.tensor(slopes, device=target.device))
+        run_and_check(target, q, k, v, mask_for(family, 1, 300, 450), options=options, note=str(slopes))
+
+
+# By runs of 64 keys: logits of hundreds beside 0, each size after each other one.
+SIZES = (0.0, 1.0, 0.0, 30.0, 0.0, 1.0, 100.0, 1.0, 30.0, 100.0, 0.0)
+
+
+@ALL
+@pytest.mark.parametrize("name", ["plain", "softcap", "alibi"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("family", ["dense", "causal", "window-keep", "blocks"])
+def test_blocks_that_outgrow_each_other(target: Target, family: str, head_dim: int, name: str) -> None:
+    """Weights of one block beyond fp16's range, or fp32's, by the reference of the blocks before."""
+    slopes = torch.tensor([0.3, -0.3, 2**-8, 0.0], device=target.device)
+    options = {"plain": Options(), "softcap": Options(softcap=50.0), "alibi": Options(slopes=slopes)}[name]
+    q, k, v = make_qkv(target, 1, (4, 2), 300, 64 * len(SIZES), head_dim)
+    k *= torch.tensor(SIZES, device=k.device).repeat_interleave(64)[:, None]
+    mask = mask_for(family, 1, 300, k.shape[2], heads=(4, 2))
+    run_and_check(target, q, k, v, mask, options=options)
+
+
 @FEW
 @pytest.mark.parametrize("name", ["softcap", "alibi", "all"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)

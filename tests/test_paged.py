@@ -313,6 +313,23 @@ def test_query_pages_of_few_and_packed_queries(target: Target) -> None:
     run_packed_and_check(target, q, cuts, cache, allowed=allowed, query_pages=more.to(target.device), max_seqlen_q=130)
 
 
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("page_size", "lens", "count"), [(16, [500, 470, 333], 9), (1, [700, 650, 300], 280)], ids=["few", "many"]
+)
+def test_lists_with_and_without_room(target: Target, page_size: int, lens: list[int], count: int) -> None:
+    """Lists that have a page in every place, in any order; then one of them with a place less, or with a page twice."""
+    cache = make_cache(target, lens, page_size, 2, 64)
+    rng = random.Random(5)
+    lists = torch.tensor([[rng.sample(range(-(-n // page_size)), count)] for n in lens], dtype=torch.int32)
+    q = queries(target, 3, 8, 1, 64)
+    for entry in (None, -1, lists[1, 0, 0].item(), lens[1]):
+        if entry is not None:
+            lists[1, 0, 4] = entry
+        allowed = [listed_pairs(lists[b], 128, page_size, 1, lens[b], CAUSAL).to(target.device) for b in range(3)]
+        run_and_check(target, q, cache, allowed=allowed, query_pages=lists.to(target.device))
+
+
 @pytest.mark.parametrize("target", targets(dtypes=(torch.float32,)))
 def test_query_pages_of_any_block(target: Target) -> None:
     """Blocks that no kernel tile knows, pages of one token, with softcap."""

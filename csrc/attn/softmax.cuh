@@ -127,10 +127,12 @@ struct OnlineSoftmax {
   }
 
   // S becomes P, packed as the A operand of PV; P is added to the rows' sums before it is rounded, and before dropout.
-  template <class Element, int kCount, class Kept = AllKept, class Shift = NoShift>
+  // PERF: kSpread holds the multiply-adds of each 16 elements back behind the exponentials of the 16 before. Otherwise the
+  // compiler puts many of them ahead of all exponentials, where nothing hides them.
+  template <class Element, bool kSpread = false, int kCount, class Kept = AllKept, class Shift = NoShift>
   __device__ __forceinline__ void exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2,
                                                const Kept& kept = Kept(), const Shift& shift = Shift()) {
-    float minus[2] = {offset(0), offset(1)};
+    float minus[2] = {offset(0), offset(1)}, last[2] = {0.0f, 0.0f};
     if constexpr (!Shift::kNone) {
       minus[0] = fmaf(-shift.slope_log2, shift.distance[0], minus[0]);
       minus[1] = fmaf(-shift.slope_log2, shift.distance[1], minus[1]);
@@ -138,11 +140,18 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int e = 0; e < kCount; e += 2) {
       const int slot = sm90::Accumulator::row_slot(e);
+      if (kSpread && e % 16 < 4 && e >= 16) minus[slot] = behind(minus[slot], last[slot]);
       const float p0 = sm90::exp2_approx(fmaf(s[e], scale_log2, minus[slot]));
       const float p1 = sm90::exp2_approx(fmaf(s[e + 1], scale_log2, minus[slot]));
+      last[slot] = p1;
       sum[slot] += p0 + p1;
       p[e / 8][e % 8 / 2] = kept.keep(e / 2, sm90::pack2<Element>(p0, p1));
     }
+  }
+
+  // x, not before `weight` is known: its sign, which is none, is or'ed to x.
+  static __device__ __forceinline__ float behind(float x, float weight) {
+    return __int_as_float(__float_as_int(x) | (__float_as_int(weight) & INT32_MIN));
   }
 
   // The same, unless some row of the warp needs a new reference first, which the answer says, in all lanes alike: P is then to
@@ -150,11 +159,12 @@ struct OnlineSoftmax {
   // PERF: no test of S. wgmmas with A in registers are issued as the tensor core takes them, so next to nothing of the last
   // P V is left when S is looked at, and a maximum lengthens the warpgroup's chain (d128 4x4096 dense: 4 %).
   // NOTE: P is not negative, so its sum bounds each; NaN is below no limit.
-  template <class Element, int kCount>
-  __device__ __forceinline__ bool try_exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2) {
+  template <class Element, bool kSpread, int kCount, class Shift = NoShift>
+  __device__ __forceinline__ bool try_exponentiate(float (&s)[kCount], uint32_t (&p)[kCount / 8][4], float scale_log2,
+                                                   const Shift& shift = Shift()) {
     const float before[2] = {sum[0], sum[1]};
     sum[0] = sum[1] = 0.0f;
-    exponentiate<Element>(s, p, scale_log2);
+    exponentiate<Element, kSpread>(s, p, scale_log2, AllKept(), shift);
     const bool outgrown = __any_sync(~0u, !(sum[0] < sum_limit[0]) || !(sum[1] < sum_limit[1]));
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) sum[slot] = outgrown ? before[slot] : before[slot] + sum[slot];

@@ -250,6 +250,7 @@ py::dict describe(const bwd::KernelInfo& kernel) {
   py::dict d;
   d["name"] = kernel.name;
   d["packed"] = kernel.packed;
+  d["band"] = kernel.band;
   d["dropout"] = kernel.dropout;
   d["general"] = kernel.general;
   d["dtype"] = dtype_name(kernel.dtype);
@@ -312,10 +313,11 @@ py::object find_kernel(int64_t mask, at::ScalarType dtype, int32_t head_dim, int
   params.heads_q = heads_q;
   params.len_q = len_q;
   params.len_kv = len_kv;
-  // NOTE: the composite mask's are in its tensors, and no kernel is chosen by them.
+  // NOTE: the composite mask's are in its tensors, and no kernel is chosen by them, but that it has some.
   if (mask_ints.empty()) {
     params.mask.num_documents = documents;
     params.mask.causal = causal;
+    if (params.mask.kind == MaskKind::kComposite) params.mask.row_begin = &some_order;
   }
   if (backward) {
     call.deterministic = deterministic;

@@ -14,6 +14,7 @@ namespace flashmsa::bwd {
 struct KernelInfo {
   std::string name;         // e.g. "bwd_d128_bf16"; one kernel serves every mask, another documents alone
   bool packed;              // documents alone, of some length, and not deterministic
+  bool band;                // dense, causal and windows alone; at 256 keys a tile long ones, and not deterministic
   bool dropout;             // of weights in the caller's order
   bool general;             // soft cap, ALiBi, dropout in any order
   DType dtype;

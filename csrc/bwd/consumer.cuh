@@ -41,7 +41,7 @@ struct KeyConsumer : Pairs<Config> {
   __device__ __forceinline__ void step(float (&dk)[kGradients], float (&dv)[kGradients], Fragment& ds, uint32_t stage,
                                        uint32_t before, const Place<Config::kDsBuffers>& buffer, int sub) {
     float s[kPairs];
-    this->template issue_pairs<false>(s, k_descriptor, Base::queries(shared.q[stage], sub));  // 1
+    this->issue_s(s, k_descriptor, stage, sub);  // 1
     this->issue_gradient(
         dk, ds, sub == 0 ? Base::queries(shared.q[before], kSubs - 1) : Base::queries(shared.q[stage], sub - 1));
     Kept kept;
@@ -55,11 +55,11 @@ struct KeyConsumer : Pairs<Config> {
 
     sm90::wgmma_wait<0>();  // 3
     sm90::pin_registers(dk);
-    if (sub == 0 && before != stage) this->release(shared.empty[before]);
+    if (sub == 0 && before != stage) release_in_cluster<Config>(shared.empty[before], this->lane());
+    if (Config::Extra::kBand && Base::uniform(shared.step[stage].partial) != 0) this->hide_outside_band(p, stage, sub);
 
     float dp[kPairs];
-    if constexpr (Base::kPreload) this->preload(dp, stage, sub);
-    this->template issue_pairs<Base::kPreload>(dp, v_descriptor, Base::queries(shared.dout[stage], sub));  // 4
+    this->issue_dp(dp, v_descriptor, stage, sub);  // 4
     this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));
 
     // 5. NOTE: wide tiles wait for dV too, whose weights' registers become dS.
@@ -69,7 +69,7 @@ struct KeyConsumer : Pairs<Config> {
     this->differentiate(dp, w, ds, kept, stage, sub);
     if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
     this->store_fragment(ds, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
+    if (sub == kSubs - 1) this->publish(buffer.stage);
 
     if constexpr (!Base::kWide) {
       sm90::wgmma_wait<0>();  // 6
@@ -79,8 +79,8 @@ struct KeyConsumer : Pairs<Config> {
 
   // The same with dropout, where the whole weights are needed until dS is made, and no registers are left for a second
   // fragment:
-  //   1. in the shadow of the gradients of step i-1: which pairs are kept
-  //   2. the gradients arrive: Q(i-1) and dO(i-1) are free; S^T(i) = K Q(i)^T goes to the tensor cores
+  //   1. the gradients of step i-1 arrive: Q(i-1) and dO(i-1) are free; S^T(i) = K Q(i)^T goes to the tensor cores
+  //   2. in its shadow: which pairs are kept
   //   3. S^T(i) arrives: P^T(i), whole
   //   4. dP^T(i) = V dO(i)^T
   //   5. dP^T(i) arrives: dS^T(i), to shared memory for dQ; what is kept of P^T(i)
@@ -89,13 +89,13 @@ struct KeyConsumer : Pairs<Config> {
   // beside S^T, takes registers that there are not: wgmma are serialised (C7512).
   __device__ __forceinline__ void step_dropping(float (&dk)[kGradients], float (&dv)[kGradients], uint32_t stage,
                                                 uint32_t before, const Place<Config::kDsBuffers>& buffer, int sub) {
-    const Kept kept = this->draw(stage, sub);  // 1
-    sm90::wgmma_wait<0>();                     // 2
+    sm90::wgmma_wait<0>();  // 1
     sm90::pin_registers(dk);
     sm90::pin_registers(dv);
     if (sub == 0 && before != stage) this->release(shared.empty[before]);
     float s[kPairs];
     this->template issue_pairs<false>(s, k_descriptor, Base::queries(shared.q[stage], sub));
+    const Kept kept = this->draw(stage, sub);  // 2
 
     sm90::wgmma_wait<0>();  // 3
     sm90::pin_registers(s);
@@ -110,7 +110,7 @@ struct KeyConsumer : Pairs<Config> {
     this->drop(p, kept);
     if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
     this->store_fragment(ds, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(shared.full_ds[buffer.stage]);
+    if (sub == kSubs - 1) this->publish(buffer.stage);
 
     this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));  // 6
     this->issue_gradient(dk, ds, Base::queries(shared.q[stage], sub));

@@ -122,13 +122,16 @@ struct Walk {
   }
 };
 
-// The same of a document's key tile, whose query tiles are a range.
-template <class Config>
-struct PackedWalk {
-  const OwnKeys<true>& own;  // in shared memory
+// The same of a key tile whose query tiles are a range: a document's, or a band's.
+template <class Config, bool kOrdered>
+struct RangeWalk {
+  const KernelParams& params;
+  const Shared<Config>& shared;
+  const decltype(Shared<Config>::own)& own;  // in shared memory
   int32_t head, last_head, tile;
 
-  __device__ __forceinline__ PackedWalk(const KernelParams& params, Shared<Config>& shared) : own(shared.own) {
+  __device__ __forceinline__ RangeWalk(const KernelParams& params, Shared<Config>& shared)
+      : params(params), shared(shared), own(shared.own) {
     head = shared.key_tile.kv_head * params.heads_per_kv_head();
     last_head = head + params.heads_per_kv_head() - 1;
     tile = own.begin;
@@ -141,7 +144,20 @@ struct PackedWalk {
       tile = own.begin;
     }
     const int32_t at = tile++;
-    return {at, head, at < own.full_begin || at >= own.full_end, mask::kWholeCell, 0};
+    return {at, head, at < own.full_begin || at >= own.full_end, mask::kWholeCell, turn_of(at)};
+  }
+
+  // How many key tiles that start before this one meet the same queries.
+  __device__ __forceinline__ int32_t turn_of([[maybe_unused]] int32_t query_tile) const {
+    if constexpr (kOrdered) {
+      const int32_t first_row = query_tile * Config::kBlockQ;
+      const int32_t last_row = min_of(first_row + Config::kBlockQ, params.len_q) - 1;
+      const Range met = params.band.key_tiles_of(first_row, last_row, params.len_kv, Config::kBlockKv);
+      return params.key_order.before(shared.key_tile.tile, [&](int32_t begin, int32_t end) {
+        return max_of(min_of(end, met.end) - max_of(begin, met.begin), 0);
+      });
+    }
+    return 0;
   }
 };
 
@@ -155,7 +171,7 @@ struct DqWarpgroup {
   using OtherOperand = sm90::MnMajor<typename S::OtherTile>;
   static constexpr int32_t kColumnPieces = Config::kHeadDim / 64;
   // Whether a step's pieces wait in shared memory until all are there, for their turn too, and dS is free meanwhile.
-  static constexpr bool kHeld = (kOrdered || Config::kHoldsPieces) && Config::kStagings >= Config::kPieces;
+  static constexpr bool kHeld = (kOrdered || Config::kHoldsPieces) && Config::kStagings >= Config::kCtaPieces;
 
   const KernelParams& params;
   S& shared;
@@ -204,7 +220,9 @@ struct DqWarpgroup {
     const sm90::Sequence from = {step.head, key_tile.batch, key_tile.residue};
     load_queries(shared.q[stage], params.q, row, from, full);
     const int64_t sequence = params.sequence(key_tile.batch, step.head, key_tile.residue);
-    copy(shared.stats[stage], params.prepared.stats + (sequence * params.q_tiles + step.tile) * (2 * Config::kBlockQ),
+    const void* stats = Config::kTerms ? prepared.terms : prepared.stats;
+    copy(shared.stats[stage],
+         static_cast<const char*>(stats) + (sequence * params.q_tiles + step.tile) * int64_t{S::kStatBytes},
          S::kStatBytes, full);
     load_queries(shared.dout[stage], params.dout, row, from, full);
     if (rows) {
@@ -219,31 +237,21 @@ struct DqWarpgroup {
     sm90::ptx::cp_async_bulk(sm90::ptx::space_cluster, sm90::ptx::space_global, to, from, bytes, &full.word);
   }
 
-  // A 64 x 64 piece of dQ: rows 64 * (piece / columns) …, columns 64 * (piece % columns) ….
-  __device__ __forceinline__ void multiply(float (&dq)[32], int32_t piece, uint32_t buffer) {
-    const uint32_t ds = static_cast<uint32_t>(__cvta_generic_to_shared(shared.ds[buffer]));
-    const uint32_t k = static_cast<uint32_t>(__cvta_generic_to_shared(shared.k));
-    const uint64_t a = DsOperand::descriptor(ds + piece / kColumnPieces * S::DsTile::kGroupBytes);
-    const uint64_t b = KOperand::descriptor(k + piece % kColumnPieces * S::KTile::kGroupBytes);
-    sm90::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < Config::kCtaKeys / 16; ++i) {
-      Mma::template ss<true, true>(dq, a + DsOperand::step(i), b + KOperand::step(i), i > 0);
-    }
-    sm90::wgmma_commit();
-  }
+  // Of a step's, this CTA's first. Its own are counted from there.
+  __device__ __forceinline__ int32_t first_piece() const { return rank() * Config::kCtaPieces; }
 
-  // Clusters: the same of both CTAs' keys; `piece` counts this CTA's.
-  __device__ __forceinline__ void multiply_both(float (&dq)[32], int32_t piece, uint32_t buffer) {
+  // A 64 x 64 piece of dQ: rows 64 * (piece / columns) …, columns 64 * (piece % columns) …; in clusters of both CTAs' keys.
+  __device__ __forceinline__ void multiply(float (&dq)[32], int32_t piece, uint32_t buffer) {
+    constexpr int32_t kColumns = kColumnPieces / Config::kCluster, kSteps = Config::kCtaKeys / 16;
     const uint32_t ds = static_cast<uint32_t>(__cvta_generic_to_shared(shared.ds[buffer]));
     const uint32_t k = static_cast<uint32_t>(__cvta_generic_to_shared(shared.k));
-    const uint64_t a = DsOperand::descriptor(ds);
-    const uint64_t own = KOperand::descriptor(k + rank() * S::OtherTile::kBytes + piece * S::KTile::kGroupBytes);
-    const uint64_t other = OtherOperand::descriptor(k + S::KTile::kBytes + piece * S::OtherTile::kGroupBytes);
-    constexpr int kSteps = Config::kCtaKeys / 16;
+    const uint32_t column = piece % kColumns;
+    const uint64_t a = DsOperand::descriptor(ds + piece / kColumns * S::DsTile::kGroupBytes);
+    const uint64_t own = KOperand::descriptor(k + (rank() * kColumns + column) * S::KTile::kGroupBytes);
+    const uint64_t other = OtherOperand::descriptor(k + S::KTile::kBytes + column * S::OtherTile::kGroupBytes);
     sm90::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) {
+    for (int i = 0; i < kSteps * Config::kCluster; ++i) {
       const uint64_t b = i < kSteps ? own + KOperand::step(i) : other + OtherOperand::step(i - kSteps);
       Mma::template ss<true, true>(dq, a + DsOperand::step(i), b, i > 0);
     }
@@ -252,7 +260,7 @@ struct DqWarpgroup {
 
   // A warp's part of it, from registers.
   __device__ __forceinline__ void add_columns(const float (&dq)[32], int32_t piece, float* target, int32_t turn) {
-    float* to = target + (rank() * Config::kCtaPieces * DqPiece::kFloats + warp() * DqPiece::kWarpFloats + 4 * lane());
+    float* to = target + (first_piece() * DqPiece::kFloats + warp() * DqPiece::kWarpFloats + 4 * lane());
 #pragma unroll
     for (int e = 0; e < 32; e += 4) {
       float* at = to + piece * DqPiece::kFloats + DqPiece::offset(0, e);
@@ -282,7 +290,7 @@ struct DqWarpgroup {
   // Adds it to memory; the first turn stores it, so that in deterministic mode nobody has to clear the sum. One thread.
   __device__ __forceinline__ void add(int32_t piece, float* target, int32_t turn) {
     const float* part = shared.staging[piece % Config::kStagings] + warp() * DqPiece::kWarpFloats;
-    float* to = target + piece * DqPiece::kFloats + warp() * DqPiece::kWarpFloats;
+    float* to = target + (first_piece() + piece) * DqPiece::kFloats + warp() * DqPiece::kWarpFloats;
     constexpr uint32_t kBytes = DqPiece::kWarpFloats * sizeof(float);
     if (kOrdered && turn == 0) {
       sm90::ptx::cp_async_bulk(sm90::ptx::space_global, sm90::ptx::space_shared, to, part, kBytes);
@@ -325,28 +333,8 @@ struct DqWarpgroup {
     for (int i = 0; i < Config::kTurns; ++i) open[i] = -1;
   }
 
-  // Clusters: this CTA's columns of a step's dQ, added to the sum. They leave from registers: there is no shared memory for
-  // them.
-  __device__ __forceinline__ void sum_columns(int64_t place, int32_t turn, [[maybe_unused]] int32_t seen,
-                                              uint32_t buffer, int32_t (&open)[Config::kTurns], int32_t& steps) {
-#pragma unroll
-    for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) {
-      float dq[32];
-      multiply_both(dq, piece, buffer);
-      if (kOrdered && piece == 0) end_turns(open, steps, false);
-      sm90::wgmma_wait<0>();
-      sm90::pin_registers(dq);
-      if (piece == Config::kCtaPieces - 1) release_in_cluster<Config>(shared.empty_ds[buffer], lane());
-      if (kOrdered && piece == 0) {
-        if (sm90::elect()) wait_turn(static_cast<int32_t>(place), turn, seen);
-        __syncwarp();
-      }
-      add_columns(dq, piece, params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats), turn);
-    }
-  }
-
   __device__ void run() {
-    std::conditional_t<Config::kPacked, PackedWalk<Config>, Walk<Config, kOrdered>> walk(params, shared);
+    std::conditional_t<Config::kLooks, Walk<Config, kOrdered>, RangeWalk<Config, kOrdered>> walk(params, shared);
     Place<Config::kStages> ahead;
     bool more = true;
     // SYNC: one warp loads; `ahead` is as many steps in front of the others' as there are stages, less one.
@@ -384,29 +372,33 @@ struct DqWarpgroup {
       [[maybe_unused]] int32_t seen = 0;
       if (kOrdered && sm90::elect()) seen = sm90::load_relaxed(turns(static_cast<int32_t>(place)));
       shared.full_ds[buffer.stage].wait(buffer.parity);
-      if constexpr (S::kClustered) {
-        sum_columns(place, turn, seen, buffer.stage, open, steps);
-      } else {
 #pragma unroll
-        for (int32_t piece = 0; piece < Config::kPieces; ++piece) {
-          float dq[32];
-          multiply(dq, piece, buffer.stage);
-          // NOTE: behind a product in flight, and a step late: by now most additions are complete.
-          if (kOrdered && piece == 0) end_turns(open, steps, false);
-          sm90::wgmma_wait<0>();
-          sm90::pin_registers(dq);
-          if (piece == Config::kPieces - 1 && lane() == 0) shared.empty_ds[buffer.stage].arrive();
+      for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) {
+        float dq[32];
+        multiply(dq, piece, buffer.stage);
+        // NOTE: behind a product in flight, and a step late: by now most additions are complete.
+        if (kOrdered && piece == 0) end_turns(open, steps, false);
+        sm90::wgmma_wait<0>();
+        sm90::pin_registers(dq);
+        if (piece == Config::kCtaPieces - 1) release_in_cluster<Config>(shared.empty_ds[buffer.stage], lane());
+        if constexpr (S::kStaged) {
           stage(dq, piece);
           if (!kHeld && sm90::elect()) {
             if (kOrdered && piece == 0) wait_turn(static_cast<int32_t>(place), turn, seen);
             add(piece, target, turn);
           }
+        } else {
+          if (kOrdered && piece == 0) {
+            if (sm90::elect()) wait_turn(static_cast<int32_t>(place), turn, seen);
+            __syncwarp();
+          }
+          add_columns(dq, piece, target, turn);
         }
-        if (kHeld && sm90::elect()) {
-          if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
+      }
+      if (kHeld && sm90::elect()) {
+        if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
 #pragma unroll
-          for (int32_t piece = 0; piece < Config::kPieces; ++piece) add(piece, target, turn);
-        }
+        for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) add(piece, target, turn);
       }
       if constexpr (kOrdered) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// The main kernel of the backward pass on sm_90a: a CTA, or at d256 a cluster of two with 64 each, owns 128 keys of one kv head
-// and walks over the queries that see them.
+// The main kernel of the backward pass on sm_90a: a CTA owns 128 keys of one kv head and walks over the queries that see them.
+// Or a cluster of two does, at d256 with 64 keys each, for bands of d128 (band.h) with 128 each.
 //
 //   P = 2^(S scale - lse)   dV = P^T dO   dP = dO V^T   dS = P ∘ (dP - Δ)   dQ = scale dS K   dK = scale dS^T Q
 //
@@ -8,11 +8,12 @@
 //
 // Roles       warpgroup 0: loads query tiles, dQ and its sum in memory (dq.cuh); warpgroups 1, 2: 64 keys each
 //             (consumer.cuh), or dV and dK of the same 64 (split_consumer.cuh), and before that which query tiles there are.
-// Shared      K, V; a ring of Q, dO with their rows' numbers; dS; pieces of dQ: shared.cuh.
+// Shared      K, V; a ring of Q, dO with their rows' lse and Δ, in some kernels as operands (terms.cuh); dS; pieces of dQ:
+//             shared.cuh.
 // Barriers    full / empty for the ring, full_ds / empty_ds for dS, full_p for P on its way to it, finished.
 // Schedule    the numbered steps of the consumers.
 // Clusters    each CTA loads half of Q's and dO's columns, to both. dS^T goes to the other CTA as it goes to this one's dQ, and
-//             each has half of dQ's columns, of all 128 keys: half the bytes that the L2 gives and half of those that it adds.
+//             each has half of dQ's columns, of both CTAs' keys: half the bytes that the L2 gives and half of those that it adds.
 // Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h;
 //             the first of them stores.
 #pragma once
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int32_t warpgroup = __shfl_sync(~0u, threadIdx.x / sm90::kWarpgroupThreads, 0);
   const int32_t tile_index = blockIdx.x / Config::kCluster;
   [[maybe_unused]] KeyTile key_tile;
-  [[maybe_unused]] OwnKeys<Config::kPacked> own;
+  [[maybe_unused]] OwnKeys<Config::kPacked, Config::Extra::kBand> own;
   if constexpr (Config::kPacked) {
     key_tile = key_tile_of<kOrdered>(params, tile_index);
     own = own_keys_of(params, key_tile);
@@ -50,12 +51,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     sm90::prefetch_map(params.dout);
     sm90::prefetch_map(params.dv);
     sm90::prefetch_map(params.dk);
+    shared.clear_pads();
     shared.init_barriers();
     if constexpr (Config::kPacked) {
       shared.key_tile = key_tile;
       shared.own = own;
     } else {
       shared.key_tile = key_tile_of<kOrdered>(params, tile_index);
+    }
+    if constexpr (Config::Extra::kBand) {
+      const int32_t first = shared.key_tile.tile * Config::kBlockKv;
+      static_cast<BandKeys&>(shared.own) =
+          make_band_keys<Config>(params.band, params.len_q, params.len_kv, first,
+                                 first + static_cast<int32_t>(rank_of_cta<Config>()) * Config::kCtaKeys);
     }
     DqWarpgroup<Config, kOrdered>{params, shared, shared.key_tile}.load_keys();
   }
@@ -68,7 +76,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   // SYNC: the numbers of the rows are the work of the kernel before, which this one may have overtaken.
   cudaGridDependencySynchronize();
-  if constexpr (!Config::kPacked) {
+  if constexpr (Config::kLooks) {
     if (warpgroup != 0) Walk<Config, kOrdered>::find_all(params, shared);
     __syncthreads();
   }

@@ -24,7 +24,8 @@ struct Layout {
   int32_t plan_stride_batch, plan_stride_head;
   int32_t orders, order_stride_batch, order_stride_head;
   bool two_runs, packs;
-  size_t stats, dq, tiles, mains, firsts, positions, suspects, turns, longest, packed, bytes;  // offsets, and the sum
+  size_t stats, terms, dq, tiles, mains, firsts, positions, suspects, turns, longest, packed,
+      bytes;  // offsets, and the sum
 };
 
 template <class Config>
@@ -62,6 +63,7 @@ Layout make_layout(const BackwardParams& b) {
   };
   const size_t padded_rows = size_t{1} * layout.q_tiles * Config::kBlockQ;
   layout.stats = take(layout.sequences * padded_rows, 2 * sizeof(float));
+  layout.terms = take(Config::kTerms ? layout.sequences * padded_rows : 0, Shared<Config>::RowTerms::kRowBytes);
   layout.dq = take(layout.sequences * padded_rows, Config::kHeadDim * sizeof(float));
   layout.tiles = take(layout.plans * layout.q_tiles, sizeof(QueryTile));
   layout.mains = take(layout.plans * padded_rows, sizeof(mask::Interval));
@@ -86,6 +88,7 @@ size_t workspace_bytes(const BackwardParams& b) {
 inline Prepared make_prepared(const BackwardParams& b, const Layout& layout, char* space) {
   Prepared prepared = {};
   prepared.stats = reinterpret_cast<float*>(space + layout.stats);
+  prepared.terms = space + layout.terms;
   prepared.dq = reinterpret_cast<float*>(space + layout.dq);
   prepared.tiles = reinterpret_cast<QueryTile*>(space + layout.tiles);
   prepared.mains = reinterpret_cast<mask::Interval*>(space + layout.mains);
@@ -99,6 +102,13 @@ inline Prepared make_prepared(const BackwardParams& b, const Layout& layout, cha
   prepared.plan_stride_batch = layout.plan_stride_batch;
   prepared.plan_stride_head = layout.plan_stride_head;
   return prepared;
+}
+
+// From S to the exponent of 2.
+// NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
+inline float exponent_scale(const AttentionParams& p) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  return std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
 }
 
 inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& layout, const Prepared& prepared,
@@ -124,6 +134,7 @@ inline PreprocessParams make_preprocess(const BackwardParams& b, const Layout& l
   params.heads_q = p.heads_q;
   params.residues = p.residues;
   params.len_q = p.len_q;
+  params.scale_log2 = exponent_scale(p);
   params.q_tiles = layout.q_tiles;
   params.head_dim_v = p.head_dim_v;
   params.block_kv = block_kv;
@@ -160,7 +171,6 @@ void order_turns(const MaskArgs& mask, sched::TileOrder& order, KeyOrder& keys) 
 template <class Config>
 KernelParams make_params(const BackwardParams& b, const Layout& layout, const Prepared& prepared) {
   using S = Shared<Config>;
-  constexpr float kLog2E = 1.44269504088896341f;
   constexpr int kRank = sm90::kStridedRank;
   const AttentionParams& p = b.forward;
   const auto extent = [&](int32_t heads, int32_t length, int32_t head_dim) {
@@ -184,6 +194,7 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   params.dk_rows = b.dk;
   params.dv_rows = b.dv;
   params.prepared = prepared;
+  if constexpr (Config::Extra::kBand) params.band = KeyBand::of(p);
   if (p.mask.kind == MaskKind::kBlockSparse) params.list = p.mask.list;
   const int32_t slices = p.batch * p.residues * p.heads_kv;
   params.order = {layout.key_tiles, slices, sched::group_size(p, slices)};
@@ -199,8 +210,7 @@ KernelParams make_params(const BackwardParams& b, const Layout& layout, const Pr
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
   params.scale = static_cast<float>(p.scale);
-  // NOTE: a scale near fp32's end stays finite: infinity times a logit of 0 would be NaN.
-  params.scale_log2 = std::min(static_cast<float>(p.scale) * kLog2E, std::numeric_limits<float>::max());
+  params.scale_log2 = exponent_scale(p);
   params.softcap = p.softcap > 0;
   params.cap = attn::make_cap(p.scale, p.softcap);
   params.alibi_slopes = p.alibi_slopes;
@@ -233,7 +243,7 @@ void launch_behind(Kernel kernel, int64_t ctas, int cluster, int threads, size_t
 
 template <class Config>
 auto main_kernel(bool deterministic) {
-  if constexpr (!Config::kPacked) {
+  if constexpr (Config::kOrders) {
     if (deterministic) return &attention_backward_kernel<Config, true>;
   }
   return &attention_backward_kernel<Config, false>;
@@ -259,8 +269,8 @@ void launch(const BackwardParams& b, void* workspace, cudaStream_t stream) {
                 stream, params);
   const int64_t blocks = tiles * (Config::kBlockQ / 64);
   postprocess_kernel<typename Config::Tiles>
-      <<<static_cast<unsigned>(max_of(blocks, 2 * key_tiles)), kPostprocessThreads, 0, stream>>>(
-          params, static_cast<int32_t>(blocks));
+      <<<static_cast<unsigned>(max_of(blocks, kKeyParts<typename Config::Tiles> * key_tiles)), kPostprocessThreads, 0,
+         stream>>>(params, static_cast<int32_t>(blocks));
   FLASHMSA_CHECK_CUDA(cudaGetLastError());
 }
 
@@ -276,6 +286,7 @@ KernelEntry make_entry() {
   info.name = "bwd" + std::string(Config::Extra::kName) + "_d" + std::to_string(Config::kHeadDim) +
               (kDType == DType::kF16 ? "_fp16" : "_bf16");
   info.packed = Config::kPacked;
+  info.band = Config::Extra::kBand;
   info.general = Config::Extra::kGeneral;
   info.dropout = Config::Extra::kDropout;
   info.dtype = kDType;
@@ -291,8 +302,15 @@ KernelEntry make_entry() {
 // The kernels of one head-dim bucket and dtype.
 template <template <class, class> class ConfigOf, class Element>
 std::vector<KernelEntry> make_entries() {
-  return {make_entry<ConfigOf<Element, Plain>>(), make_entry<ConfigOf<Element, Packed>>(),
-          make_entry<ConfigOf<Element, Dropping>>(), make_entry<ConfigOf<Element, General>>()};
+  std::vector<KernelEntry> entries;
+  if constexpr (ConfigOf<Element, Band>::kSplit == Split::kByKeys) {
+    entries.push_back(make_entry<ConfigOf<Element, Band>>());
+  }
+  entries.push_back(make_entry<ConfigOf<Element, Packed>>());
+  entries.push_back(make_entry<ConfigOf<Element, Plain>>());
+  entries.push_back(make_entry<ConfigOf<Element, Dropping>>());
+  entries.push_back(make_entry<ConfigOf<Element, General>>());
+  return entries;
 }
 
 }  // namespace flashmsa::bwd

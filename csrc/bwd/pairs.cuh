@@ -33,6 +33,7 @@ struct Pairs {
   using QueryTransposed = sm90::MnMajor<typename S::QTile>;
   using Fragment = uint32_t[kQuerySteps][4];  // S^T or dS^T, rounded, as the A operand
   using Kept = KeptBits<kPairs>;
+  using RowTerms = typename S::RowTerms;
 
   const KernelParams& params;
   S& shared;
@@ -81,6 +82,43 @@ struct Pairs {
     sm90::wgmma_commit();
   }
 
+  // The same, and number `which` of each query.
+  __device__ __forceinline__ void issue_pairs_and(float (&s)[kPairs], int which, uint64_t keys, uint32_t queries,
+                                                  uint32_t stage, int sub) {
+    const auto weights = RowTerms::weights(lane(), which);
+    const uint64_t q = QueryOperand::descriptor(queries);
+    const uint64_t terms =
+        RowTerms::descriptor(address(shared.stats[stage]) + sub * (Config::kSubQ / 8 * RowTerms::kGroupBytes));
+    sm90::wgmma_fence();
+    PairMma::template rs<true>(s, weights.fragment, terms, false);
+#pragma unroll
+    for (int i = 0; i < kColumnSteps; ++i) {
+      PairMma::ss(s, keys + KeyOperand::step(i), q + QueryOperand::step(i), true);
+    }
+    sm90::wgmma_commit();
+  }
+
+  // S^T = K Q^T; by terms less lse.
+  __device__ __forceinline__ void issue_s(float (&s)[kPairs], uint64_t keys, uint32_t stage, int sub) {
+    const uint32_t of = queries(shared.q[stage], sub);
+    if constexpr (Config::kTerms) {
+      issue_pairs_and(s, 0, keys, of, stage, sub);
+    } else {
+      issue_pairs<false>(s, keys, of);
+    }
+  }
+
+  // dP^T = V dO^T - Δ; without kPreload V dO^T.
+  __device__ __forceinline__ void issue_dp(float (&dp)[kPairs], uint64_t keys, uint32_t stage, int sub) {
+    const uint32_t of = queries(shared.dout[stage], sub);
+    if constexpr (Config::kTerms) {
+      issue_pairs_and(dp, 1, keys, of, stage, sub);
+    } else {
+      if constexpr (kPreload) preload(dp, stage, sub);
+      issue_pairs<kPreload>(dp, keys, of);
+    }
+  }
+
   // dV += P^T dO, or dK += dS^T Q.
   __device__ __forceinline__ void issue_gradient(float (&d)[kGradients], const Fragment& weights, uint32_t queries) {
     const uint64_t q = QueryTransposed::descriptor(queries);
@@ -95,7 +133,7 @@ struct Pairs {
   // A statistic of the two queries of elements 4 n … 4 n + 3.
   __device__ __forceinline__ float2 statistic(uint32_t stage, int sub, int which, int n) const {
     const uint32_t row = which * Config::kBlockQ + sub * Config::kSubQ + 8 * n + lane() % 4 * 2;
-    return *reinterpret_cast<const float2*>(&shared.stats[stage][row]);
+    return *reinterpret_cast<const float2*>(&shared.stats[stage][row * sizeof(float)]);
   }
 
   // Element e's query within the step's tile, and key.
@@ -147,6 +185,24 @@ struct Pairs {
       }
     }
     if (step.detail != mask::kWholeCell) hide_in_cell(s, step, sub);
+  }
+
+  // The same of a band, in P^T: query i sees the keys from i + low to before i + high.
+  // NOTE: where S^T is still at hand, registers are too few for a branch.
+  __device__ __forceinline__ void hide_outside_band(Fragment& p, uint32_t stage, int sub) {
+    const uint32_t low = params.band.low, high = params.band.high;
+    const uint32_t query = shared.step[stage].tile * Config::kBlockQ + query_of(sub, 0);
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int32_t key = key_of(2 * slot);
+      const uint32_t first = key - query - low, span = key < params.len_kv ? high - low : 0;
+#pragma unroll
+      for (int n = 0; n < kPairs / 4; ++n) {
+        uint32_t& weights = p[n / 2][n % 2 * 2 + slot];
+        if (first - 8 * n >= span) weights &= 0xffff0000u;
+        if (first - (8 * n + 1) >= span) weights &= 0x0000ffffu;
+      }
+    }
   }
 
   // The same of a listed cell that is not whole.
@@ -222,7 +278,8 @@ struct Pairs {
                                                Fragment& w, const Kept& kept, uint32_t stage, int sub) {
 #pragma unroll
     for (int n = 0; n < kPairs / 4; ++n) {
-      const float2 lse = statistic(stage, sub, 0, n);
+      float2 lse = {0.0f, 0.0f};
+      if constexpr (!Config::kTerms) lse = statistic(stage, sub, 0, n);
 #pragma unroll
       for (int slot = 0; slot < 2; ++slot) {
         const int e = 4 * n + 2 * slot;
@@ -249,7 +306,8 @@ struct Pairs {
                                         int sub) {
     float slope[kPairs];
     if constexpr (Extra::kGeneral) modify(s, slope, stage, sub);
-    if (uniform(shared.step[stage].partial) != 0) hide(s, stage, sub);
+    const bool partial = uniform(shared.step[stage].partial) != 0;
+    if (!Extra::kBand && partial) hide(s, stage, sub);
     exponentiate(s, slope, p, w, kept, stage, sub);
   }
 
@@ -310,11 +368,24 @@ struct Pairs {
     for (int i = 0; i < kQuerySteps; ++i) sm90::ldmatrix_x4(ds[i], block_address(first, sub * kQuerySteps + i));
   }
 
-  // SYNC: makes a warp's part of dS^T known to dQ's wgmma.
-  __device__ __forceinline__ void publish(sm90::Barrier& full) {
+  // A warp's part of dS^T, whole, to dQ's warpgroup; in clusters to both CTAs'.
+  // SYNC: makes it known to their wgmma. They released the place in both before anything was written there.
+  __device__ __forceinline__ void publish(uint32_t buffer) {
     sm90::fence_async_proxy();
     __syncwarp();
-    release(full);
+    sm90::Barrier& full = shared.full_ds[buffer];
+    if constexpr (S::kClustered) {
+      constexpr uint32_t kBytes = sm90::kWarpRows * sm90::kSwizzleRowBytes;  // in one run
+      static_assert(S::DsTile::kGroups == 1);
+      if (!sm90::elect()) return;
+      const uint32_t other = rank_of_cta<Config>() ^ 1u;
+      const char* rows = shared.ds[buffer] + warp_key() * sm90::kSwizzleRowBytes;
+      full.arrive_expect(kBytes);
+      sm90::copy_across(sm90::map_shared(rows + Config::kCtaKeys * sm90::kSwizzleRowBytes, other), rows, kBytes,
+                        sm90::map_shared(&full.word, other));
+    } else {
+      release(full);
+    }
   }
 
   // A gradient to memory, by way of shared rows that nobody needs any more.

@@ -135,10 +135,10 @@ struct Postprocess {
     pair.store(params.dq_rows, at, row, params.head_dim, dq, params.scale);
   }
 
-  // Whether a warp of the main kernel has noted these 16 keys: one for both gradients, or in clusters one for each.
+  // Whether a warp of the main kernel has noted these 16 keys: one for both gradients, or one for each.
   __device__ __forceinline__ bool noted(int32_t index, int32_t keys) const {
-    if constexpr (Tiles::kCluster == 1) {
-      return params.prepared.suspects[index * 8 + keys] != 0;
+    if constexpr (Tiles::kSplit == Split::kByKeys) {
+      return params.prepared.suspects[index * (8 * Tiles::kCluster) + keys] != 0;
     } else {
       const int32_t* suspects = params.prepared.suspects + (index * Tiles::kCluster + keys / 4) * 8 + keys % 4;
       return (suspects[0] | suspects[4]) != 0;
@@ -149,7 +149,7 @@ struct Postprocess {
   __device__ void redo_keys(int32_t index, int32_t keys) {
     if (!noted(index, keys)) return;
     const KeyTile tile = key_tile_of<true>(params, index);
-    OwnKeys<Tiles::kPacked> own;
+    OwnKeys<Tiles::kPacked, false> own;
     int32_t end = params.len_kv;
     if constexpr (Tiles::kPacked) {
       own = own_keys_of(params, tile);
@@ -159,7 +159,8 @@ struct Postprocess {
     for (int32_t i = 0; i < sm90::kWarpRows && first + i < end; ++i) redo_key(tile, own, first + i);
   }
 
-  __device__ __forceinline__ void redo_key(const KeyTile& tile, const OwnKeys<Tiles::kPacked>& own, int32_t key) {
+  __device__ __forceinline__ void redo_key(const KeyTile& tile, const OwnKeys<Tiles::kPacked, false>& own,
+                                           int32_t key) {
     // The rows' places, what makes a row of one, and what keys are counted from.
     int32_t begin = 0, end = params.len_q, shift = 0, origin = 0;
     if constexpr (Tiles::kPacked) {
@@ -198,6 +199,8 @@ struct Postprocess {
 
 // A CTA has 64 rows of dQ, or 64 keys, or both.
 template <class Tiles>
+inline constexpr int32_t kKeyParts = Tiles::kBlockKv / 64;
+template <class Tiles>
 __global__ void __launch_bounds__(kPostprocessThreads, 3)
     postprocess_kernel(const __grid_constant__ KernelParams params, int32_t blocks) {
   __shared__ __align__(1024) char staging[Postprocess<Tiles>::RowTile::kBytes];
@@ -205,7 +208,9 @@ __global__ void __launch_bounds__(kPostprocessThreads, 3)
   const int32_t index = blockIdx.x;
   // PERF: the last first: what the main kernel added to last is still in the L2.
   if (index < blocks) post.convert(blocks - 1 - index, staging);
-  if (index < 2 * params.order.count()) post.redo_keys(index / 2, index % 2 * 4 + post.warp());
+  if (index < kKeyParts<Tiles> * params.order.count()) {
+    post.redo_keys(index / kKeyParts<Tiles>, index % kKeyParts<Tiles> * 4 + post.warp());
+  }
 }
 
 }  // namespace flashmsa::bwd

@@ -21,6 +21,7 @@ struct PreprocessParams {
   float* delta;  // (batch, heads_q, residues, len_q); null: not wanted
   mask::Composite::Params mask;
   Prepared prepared;
+  float scale_log2;  // KernelParams'
   int32_t heads_q, residues, len_q, q_tiles, head_dim_v;
   int32_t block_kv;  // keys of the main kernel's tiles
   CellListArgs list;  // rows 0: none
@@ -331,6 +332,15 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     float* stats = params.prepared.stats + int64_t{block} * (2 * Tiles::kBlockQ) + threadIdx.x;
     stats[0] = of_row.x;
     stats[Tiles::kBlockQ] = of_row.y;
+    if constexpr (Tiles::kTerms) {
+      using Element = typename Tiles::Element;
+      using RowTerms = Terms<Element>;
+      Element* terms =
+          static_cast<Element*>(params.prepared.terms) + int64_t{block} * (Tiles::kBlockQ * RowTerms::kOfARow);
+      const bool empty = of_row.x == __builtin_huge_valf();
+      RowTerms::store(terms, threadIdx.x, 0, empty ? -RowTerms::kMost : -of_row.x / params.scale_log2);
+      RowTerms::store(terms, threadIdx.x, 1, of_row.y);
+    }
   }
 
   // The first sequence that a plan serves makes it.

@@ -3,9 +3,11 @@
 
 #include "attn/dropout.cuh"
 #include "attn/score.cuh"
+#include "bwd/band.h"
 #include "bwd/config.h"
 #include "bwd/key_order.h"
 #include "bwd/packed.h"
+#include "bwd/terms.cuh"
 #include "core/params.h"
 #include "mask/interval.h"
 #include "sched/tile_order.h"
@@ -28,6 +30,7 @@ struct alignas(32) QueryTile {
 // filled up; a sequence is a (batch, head, residue).
 struct Prepared {
   float* stats;        // (sequences, q_tiles, 2, block_q): lse in the exponent's units, then -Δ
+  void* terms;         // the same by terms of 16 bits (terms.cuh), as far as the main kernel takes these
   float* dq;           // (sequences, 64-row blocks, head_dim / 64, 4096): fragment order, see DqPiece
   QueryTile* tiles;    // (plans, q_tiles)
   mask::Interval* mains;   // (plans, padded len_q): keys of each row, the main run; packed: see PackedKeys::origin
@@ -76,6 +79,7 @@ struct KernelParams {
   int64_t alibi_stride_batch;
   float alibi_factor;  // from a slope to S's unit a key
   attn::DropoutParams dropout;  // rng_state null: none
+  KeyBand band;  // band kernels
   const PackedKeys* packed;  // (orders, key_tiles): packed kernels' key tiles, in the order of Prepared::longest
 
   // What kept weights, and with them dV, are multiplied by.
@@ -103,11 +107,13 @@ struct KeyTile {
   int32_t tile, batch, residue, kv_head;
 };
 
-// What packed kernels know beside it.
-template <bool kPacked>
+// What packed and band kernels know beside it.
+template <bool kPacked, bool kBand>
 struct OwnKeys {};
 template <>
-struct OwnKeys<true> : PackedKeys {};
+struct OwnKeys<true, false> : PackedKeys {};
+template <>
+struct OwnKeys<false, true> : BandKeys {};
 
 template <class Config>
 struct Shared {
@@ -118,7 +124,10 @@ struct Shared {
 
   static constexpr bool kClustered = Config::kCluster > 1;
   static constexpr bool kStaged = Config::kStagings > 0;
-  static constexpr uint32_t kStatBytes = 2 * Config::kBlockQ * sizeof(float);
+  using RowTerms = Terms<typename Config::Element>;
+  static constexpr uint32_t kStatBytes =
+      Config::kBlockQ * (Config::kTerms ? RowTerms::kRowBytes : 2 * static_cast<uint32_t>(sizeof(float)));
+  static constexpr uint32_t kStatPad = Config::kTerms ? RowTerms::kPadBytes : 0;
   static constexpr uint32_t kRunBytes = Config::kBlockQ * sizeof(mask::Interval);
 
   // Clusters: behind its own the other CTA's keys, those columns of which this one computes dQ.
@@ -128,11 +137,11 @@ struct Shared {
   alignas(1024) char dout[Config::kStages][QTile::kBytes];
   alignas(1024) char ds[Config::kDsBuffers][DsTile::kBytes];
   alignas(kStaged ? 1024 : 16) float staging[kStaged ? Config::kStagings : 1][kStaged ? DqPiece::kFloats : 1];
-  alignas(128) float stats[Config::kStages][2 * Config::kBlockQ];
+  alignas(128) char stats[Config::kStages][kStatBytes + kStatPad];
   // Where the step is partial: the rows' main runs, and their first ones.
   alignas(128) mask::Interval rows[Config::kStages][2][Config::kRowsShared ? Config::kBlockQ : 1];
   // Query tiles that the keys meet, a bit each, 32 in a word; the words of one head after those of another.
-  static constexpr int32_t kFoundWords = 64;
+  static constexpr int32_t kFoundWords = Config::kLooks ? 64 : 1;
   uint32_t found[kFoundWords];
   uint32_t partial[kFoundWords];  // those that are not whole
   Step step[Config::kStages];
@@ -146,7 +155,7 @@ struct Shared {
   sm90::Barrier full_ds[Config::kDsBuffers];  // dS's warps                dQ
   sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
 
-  OwnKeys<Config::kPacked> own;
+  OwnKeys<Config::kPacked, Config::Extra::kBand> own;
   sm90::Barrier finished;  // by gradient: consumer warps             they themselves
 
   __device__ void init_barriers() {
@@ -163,6 +172,15 @@ struct Shared {
     }
     if constexpr (Config::kSplit == Split::kByGradient) finished.init(kConsumerWarps);
     sm90::fence_barrier_init();
+  }
+
+  // One thread.
+  __device__ void clear_pads() {
+    if constexpr (kStatPad > 0) {
+      for (int s = 0; s < Config::kStages; ++s) memset(stats[s] + kStatBytes, 0, kStatPad);
+      // SYNC: wgmma reads them.
+      sm90::fence_async_proxy();
+    }
   }
 };
 
@@ -219,7 +237,7 @@ __device__ __forceinline__ KeyTile key_tile_of(const KernelParams& params, int32
 }
 
 // Packed kernels: of the key tile that key_tile_of gave.
-__device__ __forceinline__ OwnKeys<true> own_keys_of(const KernelParams& params, const KeyTile& key_tile) {
+__device__ __forceinline__ OwnKeys<true, false> own_keys_of(const KernelParams& params, const KeyTile& key_tile) {
   // SYNC: the work of the kernel before.
   cudaGridDependencySynchronize();
   const int64_t order = int64_t{key_tile.batch} * params.prepared.order_stride_batch;
@@ -228,9 +246,8 @@ __device__ __forceinline__ OwnKeys<true> own_keys_of(const KernelParams& params,
   return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
 }
 
-template <class Config>
-__device__ __forceinline__ int32_t first_key_of(const KeyTile& key_tile,
-                                                [[maybe_unused]] const OwnKeys<Config::kPacked>& own) {
+template <class Config, class Own>
+__device__ __forceinline__ int32_t first_key_of(const KeyTile& key_tile, [[maybe_unused]] const Own& own) {
   if constexpr (Config::kPacked) {
     return own.first_key;
   } else {

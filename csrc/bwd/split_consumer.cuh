@@ -53,21 +53,7 @@ struct SplitConsumer : Pairs<Config> {
     this->differentiate(dp, w, weights, kept, stage, sub);
     __syncwarp();
     this->store_fragment(weights, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) publish(buffer.stage);
-  }
-
-  // dS^T, whole, to dQ's warpgroups of both CTAs.
-  // SYNC: they released the place in both before P^T took it.
-  __device__ __forceinline__ void publish(uint32_t buffer) {
-    constexpr uint32_t kBytes = sm90::kWarpRows * sm90::kSwizzleRowBytes;  // a warp's rows, in one run
-    sm90::fence_async_proxy();
-    __syncwarp();
-    if (!sm90::elect()) return;
-    const uint32_t other = rank_of_cta<Config>() ^ 1u;
-    const char* rows = shared.ds[buffer] + this->warp_key() * sm90::kSwizzleRowBytes;
-    shared.full_ds[buffer].arrive_expect(kBytes);
-    sm90::copy_across(sm90::map_shared(rows + Config::kCtaKeys * sm90::kSwizzleRowBytes, other), rows, kBytes,
-                      sm90::map_shared(&shared.full_ds[buffer].word, other));
+    if (sub == kSubs - 1) this->publish(buffer.stage);
   }
 
   __device__ __forceinline__ void step(float (&gradient)[kGradients], uint64_t rows, uint32_t stage, uint32_t before,

@@ -1,4 +1,4 @@
-// One warp's attention: 16 rows, a chunk of keys at a time.
+// One warp's attention: 16 rows, a chunk of keys at a time; by mma.sync, or by wgmma together with the warpgroup's other warps.
 #pragma once
 
 #include "attn/epilogue.cuh"
@@ -8,6 +8,7 @@
 #include "sm90/matrix.cuh"
 #include "sm90/mma.cuh"
 #include "sm90/registers.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace flashmsa::decode {
 
@@ -48,7 +49,7 @@ struct Attention {
   uint32_t q[Config::kQInRegisters ? kHeadDim / 16 : 1][4];
   float o[kHeadDim / 2];
   attn::OnlineSoftmax softmax;
-  mask::Interval whole;         // keys that all of the rows see
+  mask::Interval whole;  // keys that all of the rows see
   mask::Interval whole_chunks;  // numbers of chunks that are among them; not with selected pages
 
   __device__ __forceinline__ Attention(const KernelParams& params, Shared<Config>& shared_memory, int32_t row_tile)
@@ -110,10 +111,45 @@ struct Attention {
     }
   }
 
-  // Brings the queries of a sequence, of all tiles, to the L2; by 2 kGroupRows threads. PERF: behind the chunks that are
+  // The same through shared memory, behind this warp's finished rows, where it has its rows alone: asked for a part ahead.
+  // PERF: asked for when the part begins they come behind all chunks that are in flight.
+  static constexpr int32_t kAheadRow = kHeadDim / 2 + 4;  // words; 4 more, so that eight rows lie in different banks
+  __device__ __forceinline__ uint32_t (*queries_ahead() const)[kAheadRow] {
+    static_assert(!Config::kByWarpgroups || sizeof(shared.o[0]) >= 2 * kTileRows * kAheadRow * 4);
+    return reinterpret_cast<uint32_t (*)[kAheadRow]>(shared.o[threadIdx.x / 32]) + kTileRows;
+  }
+  __device__ __forceinline__ void ask_queries_ahead(const Sequence& s) const {
+    constexpr int32_t kParts = kHeadDim / 8;  // 16-byte parts of a row
+    const Element* base =
+        static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch + s.first_row * p.q.stride_seq;
+    const int32_t part = lane() % kParts;
+#pragma unroll
+    for (int32_t n = 0; n < kTileRows * kParts / 32; ++n) {
+      const int32_t row = n * (32 / kParts) + lane() / kParts;
+      const RowPlace& place = shared.rows[first_row + row];
+      const bool inside = place.query < s.queries && part * 8 < p.head_dim;
+      sm90::copy_async_16(static_cast<uint32_t>(__cvta_generic_to_shared(&queries_ahead()[row][part * 4])),
+                          base + (inside ? place.q_offset + part * 8 : 0), inside ? 16 : 0);
+    }
+  }
+  __device__ __forceinline__ void take_queries_ahead(QueryBits& bits) const {
+    sm90::wait_for_copies();
+    __syncwarp();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        bits[step][r] = queries_ahead()[lane() / 4 + r % 2 * 8][step * 8 + r / 2 * 4 + lane() % 4];
+      }
+    }
+    // SYNC: they are read, before others are asked for.
+    __syncwarp();
+  }
+
+  // Brings the queries of a sequence, of all tiles, to the L2; by two threads for each row. PERF: behind the chunks that are
   // in flight they would take microseconds from memory.
   __device__ __forceinline__ void prefetch_queries(const Sequence& s, int32_t thread) const {
-    if (thread < 2 * kGroupRows) prefetch_row(s, thread / 2, thread % 2 * 64, 128);
+    if (thread < 2 * Config::kGroupRows) prefetch_row(s, thread / 2, thread % 2 * 64, 128);
   }
 
   // Columns `first`, first + step … of one of them, 64 together.
@@ -130,7 +166,15 @@ struct Attention {
 #pragma unroll
     for (int e = 0; e < kHeadDim / 2; ++e) o[e] = 0.0f;
     softmax = attn::OnlineSoftmax();
-    const int4 keys = shared.keys[first_row + lane() % kTileRows];
+    int4 keys = shared.keys[first_row + lane() % kTileRows];
+    if constexpr (Config::kByWarpgroups) {
+      // SYNC: of a warpgroup's rows, so that its warps agree on what they do with a chunk: wgmmas need all of them.
+      const int32_t row = first_row / sm90::kWarpgroupRows * sm90::kWarpgroupRows + lane();
+      const int4 other = shared.keys[row + 32];
+      keys = shared.keys[row];
+      keys.z = max_of(keys.z, other.z);
+      keys.w = min_of(keys.w, other.w);
+    }
     whole.begin = __reduce_max_sync(~0u, keys.z);
     whole.end = __reduce_min_sync(~0u, keys.w);
     if (Options<Config>{p}.tree()) whole.end = min_of(whole.end, s.kv_len - s.queries);
@@ -148,10 +192,15 @@ struct Attention {
 
   // ---- A chunk --------------------------------------------------------------------------------------------------------
 
-  // The key that this lane stands for among the chunk's; kUnbounded: none.
-  __device__ __forceinline__ int32_t own_key(const Sequence& s, int32_t number) const {
-    if (p.selected == nullptr) return s.chunk(number) * kChunk + lane();
-    const int32_t key = number * kChunk + lane();
+  // The keys that this lane stands for among the chunk's, 32 apart; kUnbounded: none.
+  static constexpr int32_t kLaneKeys = max_of(kChunk / 32, 1);
+  __device__ __forceinline__ void own_keys(const Sequence& s, int32_t number, int32_t (&own)[kLaneKeys]) const {
+#pragma unroll
+    for (int32_t i = 0; i < kLaneKeys; ++i) own[i] = own_key(s, number, lane() + 32 * i);
+  }
+  __device__ __forceinline__ int32_t own_key(const Sequence& s, int32_t number, int32_t offset) const {
+    if (p.selected == nullptr) return s.chunk(number) * kChunk + offset;
+    const int32_t key = number * kChunk + offset;
     const int32_t listed = static_cast<int32_t>(static_cast<uint32_t>(key) / static_cast<uint32_t>(p.page_size));
     if (listed >= s.pages) return kUnbounded;
     const int32_t page = p.selected[int64_t{s.batch} * p.selected_stride + listed].x;
@@ -171,6 +220,35 @@ struct Attention {
     }
   }
 
+  // S = Q K^T by a warpgroup: its four warps together.
+  using ChunkTile = sm90::RowMajorTile<kChunk, kHeadDim>;
+  __device__ __forceinline__ void scores_by_warpgroup(float (&s)[kChunk / 2], uint32_t k) const {
+    using K = sm90::KMajor<ChunkTile>;
+    const uint64_t tile = K::descriptor(k);
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      sm90::Wgmma<kChunk, Element>::template rs<false>(s, q[step], tile + K::step(step), step > 0);
+    }
+    sm90::wgmma_commit();
+    sm90::wgmma_wait<0>();
+    sm90::pin_registers(s);
+  }
+
+  // O += P V, likewise.
+  __device__ __forceinline__ void add_values_by_warpgroup(const uint32_t (&weights)[kChunk / 16][4], uint32_t v) {
+    using V = sm90::MnMajor<ChunkTile>;
+    const uint64_t tile = V::descriptor(v);
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      sm90::Wgmma<kHeadDim, Element>::template rs<true>(o, weights[step], tile + V::step(step), true);
+    }
+    sm90::wgmma_commit();
+    sm90::wgmma_wait<0>();
+    sm90::pin_registers(o);
+  }
+
   // S = Q K^T.
   __device__ __forceinline__ void scores(float (&s)[kChunk / 2], uint32_t k) const {
 #pragma unroll
@@ -178,7 +256,7 @@ struct Attention {
     uint32_t rows[kChunk / 16];
 #pragma unroll
     for (int n = 0; n < kChunk / 16; ++n) {
-      rows[n] = k + layout.rows(n * 16 + lane() / 16 * 8) + lane() % 8 * sm90::kSwizzleRowBytes +
+      rows[n] = k + layout.row(n * 16 + lane() / 16 * 8) + lane() % 8 * sm90::kSwizzleRowBytes +
                 sm90::swizzled_chunk(lane(), lane() / 8 % 2) * 16;
     }
 #pragma unroll
@@ -206,7 +284,7 @@ struct Attention {
     uint32_t rows[kChunk / 16];
 #pragma unroll
     for (int n = 0; n < kChunk / 16; ++n) {
-      rows[n] = v + layout.rows(n * 16 + lane() / 8 % 2 * 8) + lane() % 8 * sm90::kSwizzleRowBytes +
+      rows[n] = v + layout.row(n * 16 + lane() / 8 % 2 * 8) + lane() % 8 * sm90::kSwizzleRowBytes +
                 sm90::swizzled_chunk(lane(), lane() / 16) * 16;
     }
 #pragma unroll
@@ -227,32 +305,74 @@ struct Attention {
     }
   }
 
-  // ALiBi and the mask. Returns for both rows of this thread which of its columns they see: bit = column.
-  __device__ __forceinline__ uint2 apply_rules(float (&s)[kChunk / 2], const Sequence& sequence, int32_t own,
-                                               bool masked) const {
-    const int32_t row[2] = {first_row + lane() / 4, first_row + lane() / 4 + 8};
-    uint32_t seen[2] = {0, 0};
+  // Of both rows of this thread, which of the chunk's keys they see: bit = column.
+  using Seen = uint32_t[2][kLaneKeys];
+
+  // PERF: all of it is short: a part's last chunk alone needs it, so that it comes from memory.
+  __device__ __forceinline__ void find_seen(const Sequence& sequence, const int32_t (&own)[kLaneKeys],
+                                            Seen& seen) const {
+    if (p.selected == nullptr && !Options<Config>{p}.tree()) [[likely]] {
+      // Keys in a row.
+#pragma unroll
+      for (int slot = 0; slot < 2; ++slot) {
+        const int4 keys = shared.keys[first_row + lane() / 4 + 8 * slot];
+#pragma unroll
+        for (int32_t i = 0; i < kLaneKeys; ++i) {
+          const int32_t from = own[i] - lane();
+          seen[slot][i] = ones_below(keys.y - from) & ~ones_below(keys.x - from) |
+                          ones_below(keys.w - from) & ~ones_below(keys.z - from);
+        }
+      }
+      return;
+    }
+    // Row by row, a lane for each key.
+#pragma unroll 4
+    for (int32_t row = 0; row < kTileRows; ++row) {
+#pragma unroll
+      for (int32_t i = 0; i < kLaneKeys; ++i) {
+        const uint32_t bits = __ballot_sync(~0u, lane() < kChunk && is_seen(sequence, first_row + row, own[i]));
+        if (row == lane() / 4) seen[0][i] = bits;
+        if (row == lane() / 4 + 8) seen[1][i] = bits;
+      }
+    }
+  }
+
+  // The lowest n bits.
+  static __device__ __forceinline__ uint32_t ones_below(int32_t n) {
+    // NOTE: in C a shift by 32 is undefined; shl gives 0.
+    uint32_t above;
+    asm("shl.b32 %0, 1, %1;" : "=r"(above) : "r"(clamp(n, 0, 32)));
+    return above - 1;
+  }
+
+  __device__ __forceinline__ void hide_unseen(float (&s)[kChunk / 2], const Seen& seen) const {
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+#pragma unroll
+      for (int pair = 0; pair < kChunk / 8; ++pair) {
+        const uint32_t bits = seen[slot][pair / 4] >> lane() % 4 * 2;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if ((bits & 1u << (pair % 4 * 8 + c)) == 0) s[pair * 4 + slot * 2 + c] = attn::kNegativeInfinity;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void apply_alibi(float (&s)[kChunk / 2], const int32_t (&own)[kLaneKeys]) const {
+    const float2 alibi[2] = {shared.alibi[first_row + lane() / 4], shared.alibi[first_row + lane() / 4 + 8]};
 #pragma unroll
     for (int pair = 0; pair < kChunk / 8; ++pair) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int32_t column = pair * 8 + lane() % 4 * 2 + c;
-        const int32_t key = __shfl_sync(~0u, own, column);
+        const int32_t key = __shfl_sync(~0u, own[pair / 4], (pair * 8 + lane() % 4 * 2 + c) % 32);
 #pragma unroll
         for (int slot = 0; slot < 2; ++slot) {
           float& x = s[pair * 4 + slot * 2 + c];
-          if (Options<Config>{p}.alibi()) {
-            const float2 alibi = shared.alibi[row[slot]];
-            x = fmaf(-alibi.x, fabsf(static_cast<float>(__float_as_int(alibi.y) - key)), x);
-          }
-          if (!masked) continue;
-          const bool sees = is_seen(sequence, row[slot], key);
-          seen[slot] |= static_cast<uint32_t>(sees) << column;
-          if (!sees) x = attn::kNegativeInfinity;
+          x = fmaf(-alibi[slot].x, fabsf(static_cast<float>(__float_as_int(alibi[slot].y) - key)), x);
         }
       }
     }
-    return {seen[0], seen[1]};
   }
 
   __device__ __forceinline__ bool is_seen(const Sequence& s, int32_t row, int32_t key) const {
@@ -280,13 +400,7 @@ struct Attention {
   // The same as add_values, in which a row takes only values that it sees: 0 times NaN would be NaN. The weights go through
   // shared memory.
   __device__ __forceinline__ void add_seen_values(const uint32_t (&weights)[kChunk / 16][4], const char* v,
-                                                  uint2 seen) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      seen.x |= __shfl_xor_sync(~0u, seen.x, step);
-      seen.y |= __shfl_xor_sync(~0u, seen.y, step);
-    }
-    const uint32_t any = __reduce_or_sync(~0u, seen.x | seen.y);
+                                                  Seen& seen) {
     constexpr int32_t kBehindQ = Config::kQInRegisters ? 0 : kHeadDim / 16 * 128;  // floats
     auto rows = reinterpret_cast<float (*)[kChunk]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
 #pragma unroll
@@ -298,12 +412,22 @@ struct Attention {
       }
     }
     __syncwarp();
+#pragma unroll
+    for (int32_t i = 0; i < kLaneKeys; ++i) add_seen_keys(&rows[0][32 * i], v, 32 * i, seen[0][i], seen[1][i]);
+    // SYNC: the weights are read.
+    __syncwarp();
+  }
+
+  // Up to 32 keys from `first` on, to which the columns of `weights` belong.
+  __device__ __forceinline__ void add_seen_keys(const float* weights, const char* v, int32_t first, uint32_t low_seen,
+                                                uint32_t high_seen) {
+    const uint32_t any = __reduce_or_sync(~0u, low_seen | high_seen);
 #pragma unroll 1
-    for (int32_t key = 0; key < kChunk; ++key) {
+    for (int32_t key = 0; key < min_of(kChunk, 32); ++key) {
       if ((any >> key & 1u) == 0) continue;
-      const float weight[2] = {rows[0][key], rows[8][key]};
-      const bool sees[2] = {(seen.x >> key & 1u) != 0, (seen.y >> key & 1u) != 0};
-      const char* row = v + layout.rows(key / 8 * 8) + key % 8 * sm90::kSwizzleRowBytes;
+      const float weight[2] = {weights[key], weights[8 * kChunk + key]};
+      const bool sees[2] = {(low_seen >> key & 1u) != 0, (high_seen >> key & 1u) != 0};
+      const char* row = v + layout.row(first + key);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
         const uint32_t at = j / 8 * layout.group_bytes() + sm90::swizzled_chunk(key, j % 8) * 16 + lane() % 4 * 4;
@@ -316,8 +440,6 @@ struct Attention {
         }
       }
     }
-    // SYNC: the weights are read.
-    __syncwarp();
   }
 
   // S becomes weights, O and the sums follow the rows' references.
@@ -348,11 +470,22 @@ struct Attention {
     }
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      float sum = softmax.sum[slot];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      if (lane() % 4 == 0) shared.ml[warp][row + 8 * slot] = {softmax.reference[slot], sum};
+      const float2 ml = row_ml(slot);
+      if (lane() % 4 == 0) shared.ml[warp][row + 8 * slot] = ml;
     }
+  }
+
+  // Reference and sum of a row.
+  __device__ __forceinline__ float2 row_ml(int slot) const {
+    float sum = softmax.sum[slot];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return {softmax.reference[slot], sum};
+  }
+
+  // No other warp has a part of this one's rows.
+  __device__ __forceinline__ bool has_rows_alone() const {
+    return Config::kByWarpgroups && kTileRows << p.row_tiles_log2 == Config::kGroupRows;
   }
 };
 

@@ -6,14 +6,15 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kLoaders = 4;  // warps that load
-inline constexpr int32_t kTileRows = 16;  // of mma.sync
-inline constexpr int32_t kGroupRows = 4 * kTileRows;  // most query rows of one CTA
+inline constexpr int32_t kTileRows = 16;  // of mma.sync, and of a warp's part of wgmma
+inline constexpr int32_t kGroupRows = 4 * kTileRows;  // most query rows of one CTA; by wgmma Config::kGroupRows
 inline constexpr int32_t kMaxRows = 4 * kGroupRows;  // most query rows of a kv head; beyond, prefill is for them
 inline constexpr int32_t kGrainKeys = 128;  // what a balanced plan deals out
 inline constexpr int32_t kInvariantKeys = 1024;  // batch_invariant: keys of a part, where that gives at most
 inline constexpr int32_t kInvariantParts = 32;  // ... so many parts; a longer sequence has longer parts
 inline constexpr int32_t kTable = 128;  // sequences of a table
 inline constexpr int32_t kMergedParts = 16;  // most parts of a row that are merged at a time
+inline constexpr int32_t kMergedRows = 64;   // most rows of which they are
 
 // A kernel's tuning. kCtas: of an SM. kRegisters…: of a thread, by setmaxnreg; 0: as it was compiled.
 template <class ElementType, int32_t kHeadDimValue, int32_t kChunkValue, int32_t kWarpsValue, int32_t kStagesValue,
@@ -27,19 +28,35 @@ struct Config {
   static constexpr int32_t kStages = kStagesValue;    // tiles of K and of V, kWarps chunks each, in flight
   static constexpr bool kQInRegisters = kQInRegistersValue;  // else its fragments lie in shared memory
   static constexpr int32_t kCtas = kCtasValue;
+  static constexpr bool kByWarpgroups = false;
   static constexpr bool kClustered = false;
   static constexpr bool kPlain = false;
   static constexpr int kRegistersAttending = kRegistersAttendingValue, kRegistersLoading = kRegistersLoadingValue;
 
   static constexpr int32_t kAttending = 32 * kWarps, kThreads = kAttending + 32 * kLoaders;
+  static constexpr int32_t kGroupRows = decode::kGroupRows;  // most query rows of a CTA
+  static constexpr int32_t kSharers = kWarps;                // most warps that share a tile of rows
+  static constexpr int32_t kTileChunks = kWarps;             // chunks of a tile
   static constexpr int32_t kSlotBytes = kChunk * kHeadDim * 2;
-  static constexpr int32_t kSlots = 2 * kStages * kWarps;
+  static constexpr int32_t kSlots = 2 * kStages * kTileChunks;
   static constexpr int32_t kORow = kHeadDim + 8;  // floats; 8 more, so that eight rows lie in different banks
   static constexpr int32_t kMergedSlots = 4096 / kAttending;  // float4s of a thread for parts to merge: 64 KB in all
   static_assert(kWarps % kLoaders == 0 && kThreads >= kTable && kMergedSlots >= kMergedParts);
   // NOTE: the pool that setmaxnreg deals out is entry registers times threads; asking for more hangs for ever.
   static constexpr int kEntryRegisters = 65536 / (kThreads * kCtas) / 8 * 8;
   static_assert(kRegistersAttending * kWarps + kRegistersLoading * kLoaders <= kEntryRegisters * (kWarps + kLoaders));
+};
+
+// The same with two warpgroups in place of the warps: each attends for 64 rows by wgmma, which both take a chunk from one
+// place in shared memory. Up to 64 rows they deal out the chunks, up to 128 the rows.
+template <class Base, int32_t kTileChunksValue>
+struct ByWarpgroups : Base {
+  static constexpr bool kByWarpgroups = true;
+  static constexpr int32_t kGroupRows = Base::kWarps * kTileRows;
+  static constexpr int32_t kSharers = kGroupRows / decode::kGroupRows;
+  static constexpr int32_t kTileChunks = kTileChunksValue;
+  static constexpr int32_t kSlots = 2 * Base::kStages * kTileChunks;
+  static_assert(Base::kWarps == 8 && kTileChunks % kLoaders == 0 && Base::kQInRegisters);
 };
 
 // The same for a kernel of clusters.
@@ -66,6 +83,7 @@ template <class Element>
 struct Kernels<Element, 64> {
   using Shares = Config<Element, 64, 32, 4, 2, true>;
   using WideShares = Config<Element, 64, 32, 8, 2, true, 1, 208, 88>;
+  using RowsShares = ByWarpgroups<Config<Element, 64, 64, 8, 2, true, 1, 200, 104>, 4>;
   using WideCluster = Clustered<WideShares>;
   using PackedCluster = Clustered<Config<Element, 64, 32, 4, 2, true, 2, 200, 56>>;
 };
@@ -73,6 +91,7 @@ template <class Element>
 struct Kernels<Element, 128> {
   using Shares = Config<Element, 128, 32, 4, 2, true>;
   using WideShares = Config<Element, 128, 32, 8, 1, true, 1, 208, 88>;
+  using RowsShares = ByWarpgroups<Config<Element, 128, 64, 8, 1, true, 1, 200, 104>, 4>;
   using WideCluster = Clustered<WideShares>;
   using PackedCluster = Clustered<Config<Element, 128, 32, 4, 1, true, 2, 200, 56>>;
 };
@@ -80,6 +99,7 @@ template <class Element>
 struct Kernels<Element, 256> {
   using Shares = Config<Element, 256, 16, 4, 2, false>;
   using WideShares = Shares;
+  using RowsShares = void;
   using WideCluster = Clustered<Shares>;
   using PackedCluster = WideCluster;
 };

@@ -1,8 +1,10 @@
 // Attention of few queries to long caches on sm_90a: O = softmax(scale * Q K^T over the allowed keys) V.
 //
-// Roles       four or eight warps attend, four load, a chunk or two of each tile. The rows of a kv head, its query heads for every query, fill 1, 2 or 4 tiles of
-//             16; each warp has one tile and, with the others of that tile, deals out the chunks of keys.
-// Shared      a ring of tiles of K and V, a chunk for each warp; O, references and sums of the warps: shared.cuh.
+// Roles       four or eight warps attend, four load, a chunk or two of each tile. The rows of a kv head, its query heads for
+//             every query, fill 1, 2 or 4 tiles of 16; each warp has one tile and, with the others of that tile, deals out the
+//             chunks of keys. By wgmma (ByWarpgroups in config.h) the eight warps are two warpgroups, of 64 rows each: of the
+//             same, and then they deal out the chunks, or of 128, and then both take every chunk.
+// Shared      a ring of tiles of K and V; O, references and sums of the warps: shared.cuh.
 // Barriers    full (TMA bytes, or one arrival a lane) and empty (one arrival of every warp that reads it), for every chunk; in a
 //             cluster pushed_full (bytes of the parts that other CTAs send). Named ones: kBegun (all threads: barriers, rows, table),
 //             kAttended (those that attend, in a cluster all: the warps' rows): merge.cuh.
@@ -25,7 +27,7 @@ namespace flashmsa::decode {
 template <class Config>
 __device__ __forceinline__ void write_rows(const KernelParams& p, Shared<Config>& shared, int32_t head,
                                            int32_t group_row, int32_t thread) {
-  if (thread < 0 || thread >= kGroupRows) return;
+  if (thread < 0 || thread >= Config::kGroupRows) return;
   const auto [query, h] = row_index(p, head, group_row + thread);
   shared.rows[thread] = {h * p.q.stride_head + query * p.q.stride_seq, h * p.out.stride_head + query * p.out.stride_seq,
                          h * p.lse_stride_head + query * p.lse_stride_seq, query, h};
@@ -36,7 +38,7 @@ template <class Config>
 __device__ __forceinline__ void write_rules(const KernelParams& p, Shared<Config>& shared, int32_t head,
                                             int32_t group_row, const Sequence& s) {
   const int32_t row = static_cast<int32_t>(threadIdx.x);
-  if (row >= kGroupRows) return;
+  if (row >= Config::kGroupRows) return;
   const auto [i, h] = row_index(p, head, group_row + row);
   if (i >= s.queries) {
     // Rows that there are not forbid nothing.
@@ -65,35 +67,57 @@ __device__ __forceinline__ void attend_chunk(const KernelParams& p, Shared<Confi
   // SYNC: the slot is filled again when all of its warps have read it. The fence is what holds the arrival back until they
   // have: without it the last loads, whose values a product behind it takes, could still be on their way when the next chunk
   // came, on an SM where another kernel's loads stand before them.
-  const auto release = [&](int32_t index) {
-    sm90::fence_async_proxy();
+  // wgmmas read as TMA writes, and are waited for.
+  const auto release = [&](int32_t index, bool by_loads = !Config::kByWarpgroups) {
+    if (by_loads) sm90::fence_async_proxy();
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.empty[index].arrive();
   };
+  // SYNC: rows that came by cp.async become visible to wgmma.
+  const auto wait = [&](int32_t index) {
+    shared.full[index].wait(parity);
+    if (Config::kByWarpgroups && !p.by_tma) [[unlikely]]
+      sm90::fence_async_proxy();
+  };
   float s[kChunk / 2];
-  shared.full[slot].wait(parity);
-  attention.scores(s, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot])));
+  wait(slot);
+  const uint32_t k = static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot]));
+  if constexpr (Config::kByWarpgroups) {
+    attention.scores_by_warpgroup(s, k);
+  } else {
+    attention.scores(s, k);
+  }
   release(slot);
 
   if (!kSimple && Options<Config>{p}.softcap()) [[unlikely]]
     attn::apply_softcap(s, p.cap);
   bool masked = !kSimple && !contains(attention.whole_chunks, number);
-  uint2 seen = {0, 0};
+  typename Attention<Config>::Seen seen = {};
   if (!kSimple && (masked || Options<Config>{p}.alibi())) [[unlikely]] {
-    const int32_t own = attention.own_key(sequence, number);
-    masked = !__all_sync(~0u, contains(attention.whole, own) || threadIdx.x % 32 >= kChunk);
-    if (masked || Options<Config>{p}.alibi()) seen = attention.apply_rules(s, sequence, own, masked);
+    int32_t own[Attention<Config>::kLaneKeys];
+    attention.own_keys(sequence, number, own);
+    bool whole = contains(attention.whole, own[0]);
+    if constexpr (kChunk > 32) whole = whole && contains(attention.whole, own[1]);
+    masked = !__all_sync(~0u, whole || threadIdx.x % 32 >= kChunk);
+    if (Options<Config>{p}.alibi()) attention.apply_alibi(s, own);
+    if (masked) {
+      attention.find_seen(sequence, own, seen);
+      attention.hide_unseen(s, seen);
+    }
   }
   uint32_t weights[kChunk / 16][4];
   attention.weigh(s, weights);
 
-  shared.full[slot + 1].wait(parity);
+  wait(slot + 1);
+  const uint32_t v = static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot + 1]));
   if (masked && attention.has_nonfinite(shared.slots[slot + 1])) [[unlikely]] {
     attention.add_seen_values(weights, shared.slots[slot + 1], seen);
+  } else if constexpr (Config::kByWarpgroups) {
+    attention.add_values_by_warpgroup(weights, v);
   } else {
-    attention.add_values(weights, static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[slot + 1])));
+    attention.add_values(weights, v);
   }
-  release(slot + 1);
+  release(slot + 1, masked || !Config::kByWarpgroups);
 }
 
 // The chunks of a part that this warp takes: of every tile those of its group.
@@ -104,11 +128,14 @@ __device__ __forceinline__ void attend_part(const KernelParams& p, Shared<Config
   // lies between: 64 rows, causal, 2 % faster. Plain kernels have less of it; clusters' code is to be short.
   constexpr bool kApart = Config::kWarps > kLoaders && !Config::kPlain && !Config::kClustered;
   const bool simple = !Options<Config>{p}.softcap() && !Options<Config>{p}.alibi();
-  const int32_t group = threadIdx.x / 32 >> p.row_tiles_log2, groups = Config::kWarps >> p.row_tiles_log2;
+  int32_t group = threadIdx.x / 32 >> p.row_tiles_log2;
+  const int32_t groups = Config::kWarps >> p.row_tiles_log2;
+  // PERF: known to be the same in all lanes, it keeps wgmmas' descriptors in uniform registers.
+  if constexpr (Config::kByWarpgroups) group = __shfl_sync(~0u, group, 0);
 #pragma unroll 1
-  for (int32_t tile = begin; tile < end; tile += Config::kWarps) {
+  for (int32_t tile = begin; tile < end; tile += Config::kTileChunks) {
 #pragma unroll 1
-    for (int32_t chunk = group; chunk < Config::kWarps; chunk += groups) {
+    for (int32_t chunk = group; chunk < Config::kTileChunks; chunk += groups) {
       const int32_t slot = Shared<Config>::k_slot(ring.stage, chunk);
       if (tile + chunk < end) [[likely]] {
         const int32_t number = chunk_number<Config>(tile + chunk);
@@ -146,7 +173,7 @@ struct Cta {
       : p(params),
         shared(shared_memory),
         head(params.row_groups == 1 ? job : job / params.row_groups),
-        group_row((job - head * params.row_groups) * kGroupRows),
+        group_row((job - head * params.row_groups) * Config::kGroupRows),
         warp(__shfl_sync(~0u, static_cast<int32_t>(threadIdx.x) / 32, 0)),
         merger{params, shared, head, group_row, job, params.heads_kv * params.row_groups},
         attention(params, shared, warp & ((1 << params.row_tiles_log2) - 1)) {}
@@ -191,7 +218,12 @@ struct Cta {
   // By the warps that load. PERF: the first queries go ahead of the first chunks, or they would wait for all of them; those that
   // attend, who will ask for them, need not be waited for.
   __device__ __forceinline__ void prefetch_first_queries(const Sequence& sequence) const {
-    attention.prefetch_queries(sequence, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
+    const int32_t thread = static_cast<int32_t>(threadIdx.x) - Config::kAttending;
+    if constexpr (Config::kGroupRows == 32 * kLoaders) {
+      attention.prefetch_row(sequence, thread, 0, 64);
+    } else {
+      attention.prefetch_queries(sequence, thread);
+    }
   }
 
   // The share of a warp that loads, where no table is needed.
@@ -201,7 +233,7 @@ struct Cta {
       // The first queries, as above; each thread those of the row whose place it has written.
       walk.own.batch = static_cast<int32_t>(static_cast<uint32_t>(walk.at) / static_cast<uint32_t>(walk.own.units));
       const int32_t row = static_cast<int32_t>(threadIdx.x) - Config::kAttending;
-      if (row < kGroupRows) attention.prefetch_row(walk.own, row, 0, 64);
+      if (row < Config::kGroupRows) attention.prefetch_row(walk.own, row, 0, 64);
     }
     // SYNC: barriers and rows are there, for those that attend. They wait once: one table holds all sequences.
     sm90::bar_arrive(kBegun, Config::kThreads);
@@ -212,8 +244,8 @@ struct Cta {
   __device__ __forceinline__ void attend(const Sequence& sequence, int32_t begin, int32_t end) {
     attention.begin_part(sequence);
     attend_part(p, shared, attention, sequence, begin, end, ring);
-    attention.store(warp);
-    // SYNC: the rows of all warps are there.
+    if (!attention.has_rows_alone()) attention.store(warp);
+    // SYNC: the rows of all warps are there; and all have read the rules.
     sync_attending<Config>();
   }
 };
@@ -222,21 +254,38 @@ struct Cta {
 template <class Config>
 __device__ __forceinline__ void attend_share(const KernelParams& p, Shared<Config>& shared, Cta<Config>& cta, Walk walk,
                                              const Share& share, int32_t entries) {
+  // The sequence whose queries are in shared memory already. SYNC: a merge takes their place, but under a balanced plan none
+  // comes before the share's end.
+  const bool looks_ahead = cta.attention.has_rows_alone() && p.plan == Plan::kBalanced;
+  int32_t ahead = -1;
 #pragma unroll 1
   while (walk.next(p, shared)) {
     const Sequence& sequence = shared.table[walk.index].sequence;
     // 1. Queries and rules.
     typename Attention<Config>::QueryBits bits;
-    cta.attention.ask_queries(sequence, cta.head, cta.group_row, bits);
+    if (Config::kByWarpgroups && ahead == walk.index) {
+      cta.attention.take_queries_ahead(bits);
+    } else {
+      cta.attention.ask_queries(sequence, cta.head, cta.group_row, bits);
+    }
     if (walk.at < walk.to && walk.index + 1 < entries) {
-      cta.attention.prefetch_queries(shared.table[walk.index + 1].sequence, static_cast<int32_t>(threadIdx.x));
+      const Sequence& next = shared.table[walk.index + 1].sequence;
+      if (Config::kByWarpgroups && looks_ahead) {
+        ahead = walk.index + 1;
+        cta.attention.ask_queries_ahead(next);
+      } else {
+        cta.attention.prefetch_queries(next, static_cast<int32_t>(threadIdx.x));
+      }
     }
     write_rules(p, shared, cta.head, cta.group_row, sequence);
     // SYNC: the rules are written; and the part before is merged, whose O the next one's will replace, or Q.
     sync_attending<Config>();
     cta.attention.take_queries(bits);
     cta.attend(sequence, walk.begin, walk.end);
-    cta.merger.share_part(walk, share);
+    cta.merger.share_part(walk, share, [&](bool whole, int64_t index) {
+      if (cta.attention.has_rows_alone()) return cta.merger.store_accumulators(sequence, cta.attention, whole, index);
+      cta.merger.store_own(sequence, whole, index);
+    });
   }
 }
 
@@ -300,12 +349,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1) paged_decode_kernel(const
     cta.template take_registers<false>();
     cta.begin();
     cta.write_rows();
-    if (Config::kPlain && p.equal) {
+    // NOTE: under a band full lists are not equal work.
+    if ((Config::kPlain || (Config::kByWarpgroups && p.selected == nullptr)) && EqualWalk::serves(p)) {
       cta.load_equal();
       return;
     }
-    if (p.query_pages != nullptr) [[unlikely]]
-      prefetch_listed(p, cta.head, static_cast<int32_t>(threadIdx.x) - Config::kAttending);
     walk_share<false>(p, shared, cta, [&](const Walk& walk, const Share&, int32_t) {
       cta.prefetch_first_queries(shared.table[walk.index].sequence);
       Loader<Config, Walk>{p, shared, cta.head, cta.warp - Config::kWarps, walk}.run(cta.ring);

@@ -9,6 +9,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <type_traits>
 
 #include "core/cuda_check.h"
 #include "decode/kernel.cuh"
@@ -18,6 +19,8 @@
 namespace flashmsa::decode {
 
 inline constexpr int32_t kMostParts = 256;  // of a sequence by num_splits
+inline constexpr int64_t kMostEntries = int64_t{1}
+                                        << 30;  // of lists of pages, some of which are brought to the L2 ahead
 // PERF: up to kShortClusterKeys no warp has more than two chunks, and more warps only take longer to merge. Up to kClusterKeys a
 // cluster a sequence and head is faster than all SMs and a merge through memory; up to kLongClusterKeys where clusters, of 16
 // CTAs if so many find room, fill the SMs. Their CTAs do not spread evenly over the SMs, which longer sequences feel. With
@@ -64,6 +67,7 @@ struct Grid {
   int32_t jobs;  // kv heads x groups of rows
   Plan plan;
   bool wide;  // twice the warps
+  bool by_warpgroups;
   int32_t slices, parts, ctas;
   bool shared;  // sequences may be cut: parts and their marks
   int64_t parts_in_all;
@@ -86,6 +90,14 @@ inline bool is_plain(const PagedParams& p) {
 // All sequences have the same work, as far as the host can tell.
 inline bool equal_work(const PagedParams& p) {
   return p.kv_lens == nullptr && p.query_pages == nullptr && p.cu_seqlens_q == nullptr && !is_banded(p);
+}
+
+// The same, or masks hide from each row no key but such as come behind it, so that the last one sees all keys.
+inline bool equal_keys(const PagedParams& p) {
+  BandArgs band = p.band;
+  if (band.right[0] >= 0) band.right[0] = kUnbounded;
+  return p.kv_lens == nullptr && p.query_pages == nullptr && p.cu_seqlens_q == nullptr && p.tree_bits == nullptr &&
+         !mask::Composite::bounded(band);
 }
 
 // Clusters of a size that run at once on the current device; 0 where there is none.
@@ -112,6 +124,9 @@ int32_t clusters_at_once(int32_t size) {
   return count;
 }
 
+template <class Kernels>
+inline constexpr bool kHasWarpgroups = !std::is_void_v<typename Kernels::RowsShares>;
+
 // Chooses clusters, where they are best.
 template <class Kernels>
 bool choose_clusters(const PagedParams& p, int32_t num_sms, Grid& grid) {
@@ -126,6 +141,8 @@ bool choose_clusters(const PagedParams& p, int32_t num_sms, Grid& grid) {
         clusters <= clusters_at_once<typename Kernels::PackedCluster>(16)) {
       grid.slices = 16;
     }
+    // By wgmma rows that are many are faster.
+    if (kHasWarpgroups<Kernels> && grid.row_tiles_log2 == 2 && grid.capacity > kClusterKeys) return false;
     const bool fills = clusters * grid.slices * 8 >= num_sms * 7;
     const bool alike =
         equal_work(p) || (p.query_pages == nullptr && !is_banded(p) && grid.capacity <= kUnequalClusterKeys);
@@ -143,6 +160,26 @@ inline bool whole_sequences(const PagedParams& p, const Grid& grid) {
   return equal_work(p) && units > 0 && total % grid.slices == 0 && total / grid.slices % units == 0;
 }
 
+// The rows of a kv head to CTAs, `most` to each.
+inline void deal_rows(const PagedParams& p, int32_t most, Grid& grid) {
+  const int32_t all_rows = p.heads_q / p.heads_kv * p.len_q;
+  grid.row_groups = max_of(ceil_div(all_rows, most), 1);
+  grid.rows = min_of(all_rows, most);
+  grid.row_tiles_log2 = 0;
+  while (kTileRows << grid.row_tiles_log2 < grid.rows) ++grid.row_tiles_log2;
+  grid.jobs = p.heads_kv * grid.row_groups;
+}
+
+// More rows than two tiles of mma.sync hold are for wgmma, where there are keys enough for its longer beginnings and merges;
+// whatever the batch, where no batch may change a result.
+// PERF: B1 S32768 64/8, of 2000 keys an SM, 1.08 times as fast, B4 S4096, of 1000, as fast; B2 S4096 128/8, of 500, .8.
+template <class Kernels>
+bool takes_warpgroups(const PagedParams& p, int32_t num_sms, const Grid& grid) {
+  if (!kHasWarpgroups<Kernels> || grid.row_tiles_log2 < 2) return false;
+  if (grid.plan != Plan::kBalanced) return true;
+  return int64_t{p.batch} * p.heads_kv * grid.capacity >= int64_t{16} * num_sms * (grid.row_groups > 1 ? 128 : 64);
+}
+
 template <class Kernels>
 void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
   grid.parts = 1;
@@ -156,6 +193,10 @@ void choose_plan(const PagedParams& p, int32_t num_sms, Grid& grid) {
     return;
   } else {
     grid.plan = Plan::kBalanced;
+  }
+  grid.by_warpgroups = takes_warpgroups<Kernels>(p, num_sms, grid);
+  if constexpr (kHasWarpgroups<Kernels>) {
+    if (grid.by_warpgroups) deal_rows(p, Kernels::RowsShares::kGroupRows, grid);
   }
   grid.wide = grid.row_tiles_log2 > 0;
   const int64_t units = grid.plan == Plan::kBalanced ? p.batch * ceil_div<int64_t>(grid.capacity, kGrainKeys)
@@ -175,12 +216,7 @@ Grid make_grid(const PagedParams& p, int32_t num_sms) {
   Grid grid = {};
   const int64_t capacity = p.num_pages > 0 ? int64_t{p.max_pages} * p.page_size : 0;
   grid.capacity = static_cast<int32_t>(min_of<int64_t>(capacity, kUnbounded));
-  const int32_t all_rows = p.heads_q / p.heads_kv * p.len_q;
-  grid.row_groups = max_of(ceil_div(all_rows, kGroupRows), 1);
-  grid.rows = min_of(all_rows, kGroupRows);
-  const int32_t tiles = ceil_div(grid.rows, kTileRows);
-  grid.row_tiles_log2 = tiles <= 1 ? 0 : tiles == 2 ? 1 : 2;
-  grid.jobs = p.heads_kv * grid.row_groups;
+  deal_rows(p, kGroupRows, grid);
   choose_plan<Kernels>(p, num_sms, grid);
 
   grid.shared = grid.plan == Plan::kBalanced ? grid.slices > 1 && !whole_sequences(p, grid)
@@ -214,6 +250,7 @@ void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
   params.v = p.v_pages;
   const bool brief = grid.plan == Plan::kCluster && grid.capacity <= kClusterKeys;
   params.piece = brief ? Config::kChunk : min_of(Config::kChunk, kStreamPiece);
+  if (Config::kByWarpgroups) params.piece = kWarpgroupPiece;
   if (p.block_table != nullptr || p.query_pages != nullptr) {
     while (p.page_size % params.piece != 0) params.piece /= 2;
   }
@@ -226,7 +263,7 @@ void set_pools(const PagedParams& p, const Grid& grid, KernelParams& params) {
     params.v_map = sm90::make_pool_map(p.v_pages, p.num_pages, p.page_size, p.heads_kv, p.head_dim_v, p.dtype,
                                        params.piece, Config::kHeadDim, "v_pages");
   } else {
-    params.piece = Config::kChunk;
+    params.piece = Config::kByWarpgroups ? kWarpgroupPiece : Config::kChunk;
   }
   while (1 << params.piece_log2 < params.piece) ++params.piece_log2;
   const bool listed = p.query_pages != nullptr;
@@ -302,7 +339,8 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
   params.banded = is_banded(p);
   params.tree_bits = p.tree_bits;
   params.plan = grid.plan;
-  params.equal = grid.plan == Plan::kBalanced && equal_work(p) && p.batch <= kTable && params.by_tma;
+  params.equal =
+      grid.plan == Plan::kBalanced && (equal_keys(p) || p.query_pages != nullptr) && p.batch <= kTable && params.by_tma;
   params.slices = grid.slices;
   params.parts = grid.parts;
   char* space = static_cast<char*>(workspace);
@@ -316,7 +354,6 @@ KernelParams make_params(const PagedParams& p, const Grid& grid, void* workspace
     params.selected = reinterpret_cast<const int2*>(space + grid.selected);
     params.selected_count = reinterpret_cast<const int32_t*>(space + grid.selected_count);
     params.selected_stride = p.pages_per_block;
-    params.query_pages = p.pages_per_block > 0 ? p.query_pages : nullptr;
   }
   params.waits = params.selected != nullptr;
   return params;
@@ -368,15 +405,30 @@ template <class Kernels>
 void launch(const PagedParams& p, void* workspace, int32_t num_sms, cudaStream_t stream) {
   if (p.heads_q == 0 || (p.cu_seqlens_q == nullptr && (p.batch == 0 || p.len_q == 0))) return;
   const Grid grid = make_grid<Kernels>(p, num_sms);
-  const KernelParams params = make_params<typename Kernels::Shares>(p, grid, workspace);
+  const auto make = [&] {
+    if constexpr (kHasWarpgroups<Kernels>) {
+      if (grid.by_warpgroups) return make_params<typename Kernels::RowsShares>(p, grid, workspace);
+    }
+    return make_params<typename Kernels::Shares>(p, grid, workspace);
+  };
+  const KernelParams params = make();
   if (params.waits) {
-    const PrepareParams before = {p.query_pages, p.pages_per_block, const_cast<int2*>(params.selected),
-                                  const_cast<int32_t*>(params.selected_count)};
+    PrepareParams before = {p.query_pages, p.pages_per_block, const_cast<int2*>(params.selected),
+                            const_cast<int32_t*>(params.selected_count)};
+    const int64_t entries = int64_t{p.batch} * p.pages_per_block;
+    if (grid.plan != Plan::kCluster && params.by_tma && entries > 0 && entries <= kMostEntries) {
+      before.ahead = {params.k_map, params.v_map, params.piece_log2,
+                      grid.slices,  p.heads_kv,   static_cast<int32_t>(entries / grid.slices),
+                      params.policy};
+    }
     prepare(p, before, grid.capacity, stream);
   }
   if (grid.plan == Plan::kCluster) {
     if (grid.wide) return launch_clusters<typename Kernels::WideCluster>(p, grid, params, stream);
     return launch_clusters<typename Kernels::PackedCluster>(p, grid, params, stream);
+  }
+  if constexpr (kHasWarpgroups<Kernels>) {
+    if (grid.by_warpgroups) return launch_shares<typename Kernels::RowsShares>(p, grid, params, stream);
   }
   if (grid.wide) return launch_shares<typename Kernels::WideShares>(p, grid, params, stream);
   launch_shares<typename Kernels::Shares>(p, grid, params, stream);

@@ -11,35 +11,26 @@
 namespace flashmsa::decode {
 
 // A chunk in shared memory: pieces one behind the other, each [kHeadDim / 64][piece][64] elements, swizzled by 128 bytes.
+// For wgmma, which finds all of a chunk by two strides, pieces have eight rows.
+inline constexpr int32_t kWarpgroupPiece = 8;
 template <class Config>
 struct ChunkLayout {
   int32_t piece_log2;
 
-  // Eight rows (a multiple of 8 is their first) of columns [0, 64); further columns are group_bytes apart.
-  __device__ __forceinline__ uint32_t rows(int32_t row) const {
+  // A row's columns [0, 64), as they would lie unswizzled; further columns are group_bytes apart.
+  __device__ __forceinline__ uint32_t row(int32_t row) const {
+    if constexpr (Config::kByWarpgroups) {
+      return sm90::RowMajorTile<Config::kChunk, Config::kHeadDim>::chunk_offset(row, 0) -
+             sm90::swizzled_chunk(row, 0) * 16;
+    }
     const int32_t in_piece = row & ((1 << piece_log2) - 1);
     return (row - in_piece) * Config::kHeadDim * 2 + in_piece * sm90::kSwizzleRowBytes;
   }
-  __device__ __forceinline__ uint32_t group_bytes() const { return sm90::kSwizzleRowBytes << piece_log2; }
+  __device__ __forceinline__ uint32_t group_bytes() const {
+    if constexpr (Config::kByWarpgroups) return sm90::kSwizzleRowBytes * kWarpgroupPiece;
+    return sm90::kSwizzleRowBytes << piece_log2;
+  }
 };
-
-// Brings pieces of pages as they were listed to the L2, K and V of kAheadKeys keys for each CTA; by the threads that load. PERF:
-// while the kernel before sorts the lists, of which somebody will read them. 1 … 2.5 of 80 µs, together with evict_first.
-inline constexpr int32_t kAheadKeys = 128;
-__device__ __forceinline__ void prefetch_listed(const KernelParams& p, int32_t head, int32_t thread) {
-  const int32_t key = thread / 2 << p.piece_log2;
-  if (!p.by_tma || key >= kAheadKeys) return;
-  const int32_t place = static_cast<int32_t>(static_cast<uint32_t>(key) / static_cast<uint32_t>(p.page_size));
-  const int64_t at = int64_t{p.batch} * p.selected_stride * blockIdx.y / gridDim.y + place;
-  const int32_t batch = static_cast<int32_t>(at / p.selected_stride);
-  if (batch >= p.batch) return;
-  const int32_t logical = p.query_pages[at];
-  const int32_t kv_len = p.kv_lens == nullptr ? p.capacity : clamp(p.kv_lens[batch], 0, p.capacity);
-  if (logical < 0 || logical >= ceil_div(kv_len, p.page_size)) return;
-  const int32_t page = p.block_table == nullptr ? batch : p.block_table[batch * p.block_table_stride + logical];
-  sm90::prefetch_piece(thread % 2 == 0 ? p.k_map : p.v_map,
-                       {key - place * p.page_size, head, clamp(page, 0, p.num_pages - 1)}, p.policy);
-}
 
 // A warp loads every kLoaders-th chunk of a tile. They run ahead of those that attend by the stages of the ring.
 template <class Config, class Walk>
@@ -48,13 +39,14 @@ struct Loader {
 
   const KernelParams& p;
   Shared<Config>& shared;
-  static constexpr int32_t kOwn = Config::kWarps / kLoaders;  // chunks of a tile that a warp loads
+  static constexpr int32_t kOwn = Config::kTileChunks / kLoaders;  // chunks of a tile that a warp loads
 
   const int32_t head, first;  // the warp's first chunk of a tile
   Walk walk;
   int32_t at = 0;  // first chunk of the tile, in the part
-  // Where this lane's piece, or row, of each chunk lies; the page as the table has it.
-  int32_t page[kOwn] = {}, slot[kOwn] = {};
+  // Pieces, or rows, that a lane has of each chunk; where they lie, the page as the table has it.
+  static constexpr int32_t kLaneRows = max_of(kChunk / 32, 1);
+  int32_t page[kOwn][kLaneRows] = {}, slot[kOwn][kLaneRows] = {};
 
   __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
 
@@ -78,12 +70,15 @@ struct Loader {
     do {
       const bool here = more;
       bool inside[kOwn];
-      int32_t own_page[kOwn], own_slot[kOwn];
+      int32_t own_page[kOwn][kLaneRows], own_slot[kOwn][kLaneRows];
 #pragma unroll
       for (int32_t n = 0; n < kOwn; ++n) {
         inside[n] = at + chunk(n) < walk.end;
-        own_page[n] = clamp(page[n], 0, p.num_pages - 1);
-        own_slot[n] = slot[n];
+#pragma unroll
+        for (int32_t i = 0; i < (kTma ? 1 : kLaneRows); ++i) {
+          own_page[n][i] = clamp(page[n][i], 0, p.num_pages - 1);
+          own_slot[n][i] = slot[n][i];
+        }
       }
       // PERF: the next tile's pages are asked for here and used a tile later. The only place to do so, the first tile's too: short
       // code is there sooner.
@@ -102,7 +97,7 @@ struct Loader {
   // To the next tile; false: there is none.
   template <bool kTma>
   __device__ __forceinline__ bool advance() {
-    at += Config::kWarps;
+    at += Config::kTileChunks;
     while (at >= walk.end) {
       if (!walk.next(p, shared)) return false;
       at = walk.begin;
@@ -111,7 +106,11 @@ struct Loader {
 #pragma unroll
     for (int32_t n = 0; n < kOwn; ++n) {
       const int32_t place = at + chunk(n);
-      if (offset < kChunk && place < walk.end) locate(chunk_number<Config>(place), offset, page[n], slot[n]);
+      if (offset >= kChunk || place >= walk.end) continue;
+#pragma unroll
+      for (int32_t i = 0; i < (kTma ? 1 : kLaneRows); ++i) {
+        locate(chunk_number<Config>(place), offset + 32 * i, page[n][i], slot[n][i]);
+      }
     }
     return true;
   }
@@ -136,7 +135,8 @@ struct Loader {
 
   // Fills a slot. A chunk that is not in the part goes round empty.
   template <bool kTma>
-  __device__ __forceinline__ void load(int32_t index, uint32_t parity, bool inside, int32_t own_page, int32_t own_slot,
+  __device__ __forceinline__ void load(int32_t index, uint32_t parity, bool inside,
+                                       const int32_t (&own_page)[kLaneRows], const int32_t (&own_slot)[kLaneRows],
                                        const sm90::PoolMap& map, const PoolRef& pool, int32_t columns) {
     const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared.slots[index]));
     sm90::Barrier& full = shared.full[index];
@@ -146,31 +146,38 @@ struct Loader {
       if (lane() == 0) full.arrive_expect(inside ? Config::kSlotBytes : 0);
       __syncwarp();
       if (inside && lane() << p.piece_log2 < kChunk) {
-        sm90::load_piece(target + (lane() << p.piece_log2) * Config::kHeadDim * 2, map, {own_slot, head, own_page},
-                         sm90::kSwizzleRowBytes << p.piece_log2, full, p.policy);
+        sm90::load_piece(target + (lane() << p.piece_log2) * Config::kHeadDim * 2, map,
+                         {own_slot[0], head, own_page[0]}, sm90::kSwizzleRowBytes << p.piece_log2, full, p.policy);
       }
       __syncwarp();
     } else {
-      if (inside) load_rows(target, own_page, own_slot, pool, columns);
+      static_assert(kLaneRows <= 2);
+#pragma unroll 1
+      for (int32_t i = 0; i < (inside ? kLaneRows : 0); ++i) {
+        constexpr int32_t kLast = kLaneRows - 1;
+        load_rows(target, 32 * i, i == 0 ? own_page[0] : own_page[kLast], i == 0 ? own_slot[0] : own_slot[kLast], pool,
+                  columns);
+      }
       sm90::arrive_after_copies(full);
     }
   }
 
-  __device__ __forceinline__ void load_rows(uint32_t target, int32_t own_page, int32_t own_slot, const PoolRef& pool,
-                                            int32_t columns) const {
+  // Rows from `first` on of a chunk, a lane's own each, 32 at most.
+  __device__ __forceinline__ void load_rows(uint32_t target, int32_t first, int32_t own_page, int32_t own_slot,
+                                            const PoolRef& pool, int32_t columns) const {
     constexpr int32_t kParts = Config::kHeadDim / 8;  // 16-byte parts of a row
     const int32_t part = lane() % kParts, row = lane() / kParts;
     const bool inside = part * 8 < columns;
     const char* base = static_cast<const char*>(pool.data) + (head * pool.stride_head + (inside ? part * 8 : 0)) * 2;
     const uint64_t own = static_cast<uint64_t>(own_page * pool.stride_page + own_slot * pool.stride_slot) * 2;
     const uint32_t low = static_cast<uint32_t>(own), high = static_cast<uint32_t>(own >> 32);
-    const uint32_t group = target + part / 8 * (kChunk * sm90::kSwizzleRowBytes);
+    using Tile = std::conditional_t<Config::kByWarpgroups, sm90::RowMajorTile<kChunk, Config::kHeadDim>,
+                                    sm90::SwizzledTile<kChunk, Config::kHeadDim>>;
 #pragma unroll
-    for (int32_t n = 0; n < kChunk * kParts / 32; ++n) {
+    for (int32_t n = 0; n < min_of(kChunk, 32) * kParts / 32; ++n) {
       const int32_t from = n * (32 / kParts) + row;
       const uint64_t offset = uint64_t{__shfl_sync(~0u, high, from)} << 32 | __shfl_sync(~0u, low, from);
-      const uint32_t to = from * sm90::kSwizzleRowBytes + sm90::swizzled_chunk(from, part % 8) * 16;
-      sm90::copy_async_16(group + to, base + offset, inside ? 16 : 0);
+      sm90::copy_async_16(target + Tile::chunk_offset(first + from, part), base + offset, inside ? 16 : 0);
     }
   }
 };

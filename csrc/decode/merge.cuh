@@ -1,6 +1,8 @@
 // From parts of rows to rows: parts of the warps of a CTA, of the CTAs of a cluster, of CTAs anywhere.
 #pragma once
 
+#include <type_traits>
+
 #include "attn/softmax.cuh"
 #include "decode/walk.cuh"
 #include "sm90/async_copy.cuh"
@@ -59,7 +61,7 @@ struct Merger {
 
   // The CTA's rows of a sequence that there are.
   __device__ __forceinline__ int32_t rows_of(const Sequence& s) const {
-    return clamp(s.queries * p.q_heads_per_kv_head - group_row, 0, kGroupRows);
+    return clamp(s.queries * p.q_heads_per_kv_head - group_row, 0, Config::kGroupRows);
   }
 
   // What this thread merges: four columns of every step-th row.
@@ -74,18 +76,20 @@ struct Merger {
       return {thread / kQuads, Config::kAttending / kQuads, thread % kQuads * 4};
     }
     const int32_t quads = p.head_dim_v / 4;
-    const int32_t step = Config::kAttending / quads, row = thread / quads;
+    int32_t step = Config::kAttending / quads;
+    if (Config::kGroupRows > kMergedRows) step = min_of(step, kMergedRows);
+    const int32_t row = thread / quads;
     // Threads that are left over have no row.
-    return {row < step ? row : kGroupRows, step, (thread - row * quads) * 4};
+    return {row < step ? row : Config::kGroupRows, step, (thread - row * quads) * 4};
   }
 
   // Over the warps that share a row's tile.
   __device__ __forceinline__ RowPart of_warps(int32_t row, int32_t column) const {
     const int32_t in_tile = row % kTileRows;
-    float2 ml[Config::kWarps];
-    float4 o[Config::kWarps];
+    float2 ml[Config::kSharers];
+    float4 o[Config::kSharers];
 #pragma unroll
-    for (int32_t n = 0; n < Config::kWarps; ++n) {
+    for (int32_t n = 0; n < Config::kSharers; ++n) {
       const int32_t warp = row / kTileRows + (n << p.row_tiles_log2);
       const bool there = warp < Config::kWarps;
       ml[n] = there ? shared.ml[warp][in_tile] : make_float2(attn::kNegativeInfinity, 0.0f);
@@ -96,30 +100,44 @@ struct Merger {
     return part;
   }
 
-  // The final result of four columns.
-  __device__ __forceinline__ void store(const Sequence& s, int32_t row, int32_t column, RowPart part) const {
+  // What the rows of a part end with: the factor of O, and lse.
+  struct RowEnd {
+    float factor, lse;
+  };
+  __device__ __forceinline__ RowEnd end_of(const RowPlace& place, float reference, float sum) const {
     constexpr float kLn2 = 0.693147180559945309f, kLog2E = 1.44269504088896341f;
-    const RowPlace& place = shared.rows[row];
-    const bool empty = part.sum == 0.0f;  // 0, whatever its sink
+    const bool empty = sum == 0.0f;  // 0, whatever its sink
     float factor = 1.0f, sink = attn::kNegativeInfinity;
     if (Options<Config>{p}.sinks()) [[unlikely]] {
       sink = p.sinks[place.head] * kLog2E;
       if (sink != attn::kNegativeInfinity) {
-        const float top = fmaxf(part.reference, sink);
-        factor = sm90::exp2_approx(part.reference - top);
-        part.sum = fmaf(part.sum, factor, sm90::exp2_approx(sink - top));
-        part.reference = top;
+        const float top = fmaxf(reference, sink);
+        factor = sm90::exp2_approx(reference - top);
+        sum = fmaf(sum, factor, sm90::exp2_approx(sink - top));
+        reference = top;
       }
     }
-    factor = empty ? 0.0f : factor * sm90::reciprocal_approx(part.sum);
-    const uint2 packed = {sm90::pack2<Element>(part.o.x * factor, part.o.y * factor),
-                          sm90::pack2<Element>(part.o.z * factor, part.o.w * factor)};
-    Element* out = static_cast<Element*>(p.out.data) + s.batch * p.out.stride_batch + s.first_row * p.out.stride_seq +
-                   place.out_offset + column;
-    *reinterpret_cast<uint2*>(out) = packed;
-    if (column != 0 || p.lse == nullptr) return;
-    p.lse[s.batch * p.lse_stride_batch + s.first_row * p.lse_stride_seq + place.lse_offset] =
-        (empty ? sink : part.reference + sm90::log2_approx(part.sum)) * kLn2;
+    return {empty ? 0.0f : factor * sm90::reciprocal_approx(sum),
+            (empty ? sink : reference + sm90::log2_approx(sum)) * kLn2};
+  }
+
+  __device__ __forceinline__ Element* out_row(const Sequence& s, const RowPlace& place) const {
+    return static_cast<Element*>(p.out.data) + s.batch * p.out.stride_batch + s.first_row * p.out.stride_seq +
+           place.out_offset;
+  }
+  __device__ __forceinline__ void store_lse(const Sequence& s, const RowPlace& place, float lse) const {
+    if (p.lse == nullptr) return;
+    p.lse[s.batch * p.lse_stride_batch + s.first_row * p.lse_stride_seq + place.lse_offset] = lse;
+  }
+
+  // The final result of four columns.
+  __device__ __forceinline__ void store(const Sequence& s, int32_t row, int32_t column, RowPart part) const {
+    const RowPlace& place = shared.rows[row];
+    const RowEnd end = end_of(place, part.reference, part.sum);
+    const uint2 packed = {sm90::pack2<Element>(part.o.x * end.factor, part.o.y * end.factor),
+                          sm90::pack2<Element>(part.o.z * end.factor, part.o.w * end.factor)};
+    *reinterpret_cast<uint2*>(out_row(s, place) + column) = packed;
+    if (column == 0) store_lse(s, place, end.lse);
   }
 
   // ---- Rows without a part --------------------------------------------------------------------------------------------
@@ -263,14 +281,74 @@ struct Merger {
     }
   }
 
+  // The same for a warp that has its rows alone, from its accumulators. PERF: the warps neither meet nor read each other's O:
+  // where a part ends, memory soon has nothing to do.
+  template <class Attention>
+  __device__ __forceinline__ void store_accumulators(const Sequence& s, const Attention& attention, bool whole,
+                                                     int64_t index) const {
+    const int32_t rows = rows_of(s) - attention.first_row, lane = threadIdx.x % 32;
+    const auto& o = attention.o;
+    // Finished rows go through shared memory, for stores of whole ones.
+    constexpr int32_t kParts = Config::kHeadDim / 8;  // 16-byte parts of a row
+    auto finished = reinterpret_cast<uint32_t (*)[Config::kHeadDim / 2 + 4]>(shared.o[threadIdx.x / 32]);
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int32_t row = lane / 4 + 8 * slot;
+      const float2 ml = attention.row_ml(slot);
+      if (row >= rows) continue;
+      if (whole) {
+        const RowPlace& place = shared.rows[attention.first_row + row];
+        const RowEnd end = end_of(place, ml.x, ml.y);
+        if (lane % 4 == 0) store_lse(s, place, end.lse);
+#pragma unroll
+        for (int j = 0; j < kParts; ++j) {
+          finished[row][4 * j + lane % 4] =
+              sm90::pack2<Element>(o[4 * j + 2 * slot] * end.factor, o[4 * j + 2 * slot + 1] * end.factor);
+        }
+        continue;
+      }
+      const int64_t place = index * p.part_rows + attention.first_row + row;
+      float* to = p.part_o + place * p.head_dim_v + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) {
+        if (8 * j >= p.head_dim_v) break;
+        __stcg(reinterpret_cast<float2*>(to + 8 * j), make_float2(o[4 * j + 2 * slot], o[4 * j + 2 * slot + 1]));
+      }
+      if (lane % 4 == 0) __stcg(p.part_ml + place, ml);
+    }
+    if (!whole) return;
+    __syncwarp();
+    const int32_t part = lane % kParts;
+#pragma unroll
+    for (int32_t n = 0; n < kTileRows * kParts / 32; ++n) {
+      const int32_t row = n * (32 / kParts) + lane / kParts;
+      if (row >= rows || 8 * part >= p.head_dim_v) continue;
+      *reinterpret_cast<uint4*>(out_row(s, shared.rows[attention.first_row + row]) + 8 * part) =
+          *reinterpret_cast<const uint4*>(&finished[row][4 * part]);
+    }
+  }
+
   static constexpr int32_t kAdded = 8;  // parts side by side
   static_assert(kAdded == 8 && kMergedParts == 16, "a round's slots");
 
   // A round of a merge: parts [first, first + count) of the rows from `base` on that `passes` passes take. Each pass has
-  // 2^slots_log2 places in shared memory, those behind the last part empty.
+  // 2^slots_log2 places in shared memory for each of its rows, those behind the last part empty.
   struct Round {
     int32_t base, passes, first, count, slots_log2;
   };
+
+  // work(first, count) for all places of a row, so many side by side.
+  template <class Work>
+  __device__ __forceinline__ void for_slots(const Round& round, const Work& work) const {
+    const int32_t slots = 1 << round.slots_log2;
+    if (slots >= kAdded) {
+#pragma unroll 1
+      for (int32_t begin = 0; begin < slots; begin += kAdded) work(begin, std::integral_constant<int32_t, kAdded>());
+    } else {
+#pragma unroll 1
+      for (int32_t begin = 0; begin < slots; begin += 2) work(begin, std::integral_constant<int32_t, 2>());
+    }
+  }
 
   // Asks for the parts of a round. PERF: for all before any is looked at, by loops of few instructions: the CTA that merges does
   // so once, and gets them from memory too.
@@ -284,15 +362,15 @@ struct Merger {
     for (int32_t pass = 0; pass < round.passes; ++pass) {
       const int32_t row = round.base + pass * mine.step + mine.row;
       if (row >= rows) break;
-#pragma unroll 1
-      for (int32_t begin = 0; begin < 1 << round.slots_log2; begin += kAdded) {
+      for_slots(round, [&](int32_t begin, auto together) {
+        constexpr int32_t kCount = decltype(together)::value;
 #pragma unroll
-        for (int32_t n = begin; n < begin + kAdded; ++n) {
+        for (int32_t n = begin; n < begin + kCount; ++n) {
           const float* from = p.part_o + (place(round.first + min_of(n, last)) + row) * p.head_dim_v + mine.column;
           float4& to = shared.parts[(pass << round.slots_log2) + n][thread];
           sm90::copy_async_16(static_cast<uint32_t>(__cvta_generic_to_shared(&to)), from, n <= last ? 16 : 0);
         }
-      }
+      });
     }
     const int32_t here = min_of(rows - round.base, round.passes * mine.step);
 #pragma unroll 1
@@ -308,8 +386,12 @@ struct Merger {
     const Items mine = items();
     // Several passes at a time where all parts of each have room, or all parts of one pass, some at a time.
     Round round;
-    round.slots_log2 = parts <= kAdded ? 3 : 4;
-    round.passes = parts <= kMergedParts ? Config::kMergedSlots >> round.slots_log2 : 1;
+    round.slots_log2 = 1;
+    while (1 << round.slots_log2 < min_of(parts, kMergedParts)) ++round.slots_log2;
+    round.passes = 1;
+    if (parts <= kMergedParts) {
+      round.passes = clamp(Config::kMergedSlots >> round.slots_log2, 1, max_of(kMergedRows / mine.step, 1));
+    }
 #pragma unroll 1
     for (round.base = 0; round.base < rows; round.base += round.passes * mine.step) {
       RowPart part;
@@ -327,17 +409,17 @@ struct Merger {
           const int32_t in_round = pass * mine.step + mine.row, row = round.base + in_round;
           if (row >= rows) break;
           if (round.first == 0) part = RowPart();
-#pragma unroll 1
-          for (int32_t begin = 0; begin < 1 << round.slots_log2; begin += kAdded) {
-            float2 ml[kAdded];
-            float4 o[kAdded];
+          for_slots(round, [&](int32_t begin, auto together) {
+            constexpr int32_t kCount = decltype(together)::value;
+            float2 ml[kCount];
+            float4 o[kCount];
 #pragma unroll
-            for (int32_t n = 0; n < kAdded; ++n) {
+            for (int32_t n = 0; n < kCount; ++n) {
               ml[n] = shared.parts_ml[in_round][begin + n];
               o[n] = shared.parts[(pass << round.slots_log2) + begin + n][threadIdx.x];
             }
             part.add(ml, o);
-          }
+          });
           if (round.first + kMergedParts >= parts) store(s, row, mine.column, part);
         }
       }
@@ -358,7 +440,8 @@ struct Merger {
   // Stores the part that `walk` stands at. The CTA that has a sequence's first part merges all of them, in order. It is its
   // share's last sequence, and the other CTAs' first, so that it waits only for what it could not do without.
   // SYNC: those other CTAs have begun: blocks begin in order, see slice_index().
-  __device__ __forceinline__ void share_part(const Walk& walk, const Share& share) const {
+  template <class Store>
+  __device__ __forceinline__ void share_part(const Walk& walk, const Share& share, const Store& store_part) const {
     const Sequence& s = shared.table[walk.index].sequence;
     const int2 units = shared.units_of(walk.index);
     int32_t parts = s.units, mine = walk.at - units.x;  // mine: of the first ones
@@ -377,7 +460,7 @@ struct Merger {
       own = first + walk.begin / s.unit;
       places = {first, first, 1};
     }
-    store_own(s, parts == 1, own);
+    store_part(parts == 1, own);
     if (parts == 1) return;
     // SYNC: the part is stored.
     sync_attending<Config>();

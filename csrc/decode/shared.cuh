@@ -44,7 +44,6 @@ struct KernelParams {
   const int2* selected;            // (batch, selected_stride): (logical, physical) pages, ascending; null: all pages
   const int32_t* selected_count;  // (batch)
   int32_t selected_stride;
-  const int32_t* query_pages;  // (batch, selected_stride): the list as it was given; null: all pages, or none
 
   BandArgs band;
   bool banded;
@@ -59,7 +58,7 @@ struct KernelParams {
   float alibi_factor;
 
   Plan plan;
-  bool equal;      // sequences that no CTA needs a table for: see EqualWalk
+  bool equal;      // sequences, if any lists of pages are full, that the loaders need no table for: see EqualWalk
   int32_t slices;  // CTAs of a head; clusters: CTAs of one, 8 or 16
   int32_t parts;   // kFixed; kInvariant: at most so many
   float* part_o;   // (parts in all, part_rows, head_dim_v)
@@ -127,22 +126,22 @@ struct RingPlace {
 
 template <class Config>
 struct Shared {
-  alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: a K and a V chunk for each warp
+  alignas(1024) char slots[Config::kSlots][Config::kSlotBytes];  // a ring of tiles: chunks of K and of V, in turn
   union {
     // Each warp's O at the end of a part; before, fragments of Q that are not in registers, and weights that take the long way.
     alignas(16) float o[Config::kWarps][kTileRows][Config::kORow];
     // When that is stored: parts of this and other CTAs, four columns a thread.
     float4 parts[Config::kClustered ? 1 : Config::kMergedSlots][Config::kAttending];
   };
-  float2 parts_ml[Config::kClustered ? 1 : kGroupRows][kMergedParts];
+  float2 parts_ml[Config::kClustered ? 1 : kMergedRows][kMergedParts];
   float2 ml[Config::kWarps][kTileRows];  // reference and sum of each warp's rows
   // Parts of rows that the CTAs of a cluster sent here.
   alignas(16) float pushed[Config::kClustered ? kTileRows : 1][Config::kHeadDim];
   float2 pushed_ml[Config::kClustered ? kTileRows : 1];
-  RowPlace rows[kGroupRows];
-  int4 keys[kGroupRows];  // of each row: first run, main run
-  uint32_t tree[kGroupRows];
-  float2 alibi[kGroupRows];  // slope, position (an int32_t's bits)
+  RowPlace rows[Config::kGroupRows];
+  int4 keys[Config::kGroupRows];  // of each row: first run, main run
+  uint32_t tree[Config::kGroupRows];
+  float2 alibi[Config::kGroupRows];  // slope, position (an int32_t's bits)
   sm90::Barrier full[Config::kSlots];  // one arrival and the bytes, or one arrival a lane
   sm90::Barrier empty[Config::kSlots];  // one arrival of every warp that reads the chunk
 
@@ -152,7 +151,7 @@ struct Shared {
   int32_t table_begin;  // units before the table
 
   static __device__ __forceinline__ int32_t k_slot(int32_t stage, int32_t chunk) {
-    return (stage * Config::kWarps + chunk) * 2;
+    return (stage * Config::kTileChunks + chunk) * 2;
   }
   // Where a sequence of the table begins and ends, in units over all sequences.
   __device__ __forceinline__ int2 units_of(int32_t index) const {

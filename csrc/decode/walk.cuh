@@ -190,21 +190,36 @@ struct Walk {
   }
 };
 
-// The same where all sequences have as many keys, by the host's word, and every row sees them: for the warps that load, who need
-// no table then. PERF: it takes a microsecond to be there.
+// The same where all sequences have as many keys, and every row sees them: for the warps that load, who need no table then.
+// PERF: it takes a microsecond to be there.
 struct EqualWalk {
   Sequence own;
   int32_t at, to;  // units
   int32_t begin = 0, end = 0;
+
+  // Whether it is so: by the host's word, or because every list of pages is full. All lanes of a warp together.
+  static __device__ __forceinline__ bool serves(const KernelParams& p) {
+    if (!p.equal) return false;
+    if (p.selected == nullptr) return true;
+    // SYNC: the lists are the kernel before's; for this warp's later reads of them too.
+    cudaGridDependencySynchronize();
+    bool full = true;
+    for (int32_t batch = threadIdx.x % 32; batch < p.batch; batch += 32) {
+      full = full && p.selected_count[batch] == p.selected_stride;
+    }
+    return __all_sync(~0u, full);
+  }
 
   template <class Config>
   static __device__ __forceinline__ EqualWalk make(const KernelParams& p) {
     EqualWalk walk = {};
     walk.own.queries = p.len_q;
     walk.own.kv_len = p.capacity;
-    walk.own.chunks = ceil_div(p.capacity, Config::kChunk);
+    walk.own.pages = p.selected_stride;
+    const int32_t keys = p.selected == nullptr ? p.capacity : p.selected_stride * p.page_size;
+    walk.own.chunks = ceil_div(keys, Config::kChunk);
     walk.own.unit = kGrainKeys / Config::kChunk;
-    walk.own.units = ceil_div(p.capacity, kGrainKeys);
+    walk.own.units = ceil_div(keys, kGrainKeys);
     const Share share = Share::make(p.batch * walk.own.units, slice_index(), p.slices);
     walk.at = share.from;
     walk.to = share.to;

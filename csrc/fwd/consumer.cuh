@@ -40,14 +40,19 @@ struct Consumer {
   uint32_t round = 0;       // the tile at hand
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
 
-  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers.
-  static constexpr bool kTriesExponents = Score::kPlain && !Score::kDropout && Config::kQInRegisters &&
-                                          !kScattered<Mask> && !Mask::kListed && Config::kRegistersConsumer >= 232;
-  bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
-
   // ALiBi by a k-step of its own, see attn/places.cuh.
   static constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
   using Shift = std::conditional_t<kPlaces, attn::BlockShift, attn::NoShift>;
+
+  // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers,
+  // and whether its multiply-adds are spread among the exponentials.
+  // PERF: d128 4 %, with ALiBi 3 … 5 %, lists 2 … 3 %, small tiles 0 … 10 % (not spread 5 instead of 8 %), d96 3 … 5 %; d64 with
+  // ALiBi 1 … 8 % (not spread 0), without -1 %. Others in benchmarks/NOTES.md.
+  static constexpr bool kSpreads = Config::kHeadDim == 64 || Config::kCtasPerSm > 1;
+  static constexpr bool kTriesExponents = (Score::kPlain || kPlaces) && !Score::kDropout && !kScattered<Mask> &&
+                                          ((Config::kHeadDim == 64 && kPlaces) || Config::kHeadDim == 96 ||
+                                           (Config::kHeadDim == 128 && Config::kRegistersConsumer > 200));
+  bool k_is_there = false;  // kTriesExponents: K of the block to come, when it was asked for last
 
   // S, and Q that makes it.
   struct Scores {
@@ -159,12 +164,29 @@ struct Consumer {
 
   __device__ __forceinline__ void release_q() { release(shared.empty_q[S::QRing::stage(round)]); }
 
-  // S = Q K^T of the K stage at hand, in flight as one group. kWithPlaces: less the penalties of rows on `side` of the keys,
-  // but for what is the same for all of a block.
+  // Whether descriptors are found ahead of the wait that may be left out, V's from K's.
+  // PERF: over pages they would come by a vector register or be worked out anew from the address, and the first wgmmas wait for
+  // them. The compiler does as well in the forward kernels, which otherwise reuse fewer operands (164 to 147).
+  static constexpr bool kLocatesAhead = kTriesExponents && kPaged<Mask>;
+
+  // Of the K stage at hand.
+  __device__ __forceinline__ uint64_t k_tile() const {
+    return k_descriptor + sm90::descriptor_step(S::KvRing::stage(key_blocks) * S::KTile::kBytes);
+  }
+
+  __device__ __forceinline__ uint64_t v_tile(uint32_t stage) const {
+    uint64_t first = v_descriptor;
+    if constexpr (kLocatesAhead) {
+      const uint32_t behind_k = static_cast<uint32_t>(&shared.v[0][0] - &shared.k[0][0]);
+      first = k_descriptor + (VOperand::descriptor(behind_k) - KOperand::descriptor(0));
+    }
+    return first + sm90::descriptor_step(stage * S::VTile::kBytes);
+  }
+
+  // S = Q K^T of that stage, in flight as one group. kWithPlaces: less the penalties of rows on `side` of the keys, but for
+  // what is the same for all of a block.
   template <bool kWithPlaces = false>
-  __device__ __forceinline__ void issue_scores(Scores& x, mask::Side side = mask::Side::kAmid) {
-    const uint32_t stage = S::KvRing::stage(key_blocks);
-    const uint64_t k_tile = k_descriptor + sm90::descriptor_step(stage * S::KTile::kBytes);
+  __device__ __forceinline__ void issue_scores(Scores& x, uint64_t k_tile, mask::Side side = mask::Side::kAmid) {
     const uint64_t q_tile = q_descriptor + sm90::descriptor_step(S::QRing::stage(round) * S::QTile::kBytes);
     sm90::wgmma_fence();
 #pragma unroll
@@ -202,11 +224,11 @@ struct Consumer {
     const uint32_t stage = S::KvRing::stage(key_blocks - 1);
     shared.full_v[stage].wait(S::KvRing::full_parity(key_blocks - 1));
     cross_to_wgmma();
-    const uint64_t v_tile = v_descriptor + sm90::descriptor_step(stage * S::VTile::kBytes);
+    const uint64_t values = v_tile(stage);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
-      OutputMma::template rs<true>(y.o, y.p[k], v_tile + VOperand::step(k), true);
+      OutputMma::template rs<true>(y.o, y.p[k], values + VOperand::step(k), true);
     }
     sm90::wgmma_commit();
   }
@@ -460,18 +482,16 @@ struct Consumer {
     attn::scale_rows(y.o, factor);
   }
 
-  // Steps 2 to 4 of a block, whose S is here, with the test behind the exponentials.
-  template <bool kMasked>
-  __device__ __forceinline__ void finish_trying(Scores& x, Output& y, const KeyBlock& block, const Rows& rows) {
-    if constexpr (kMasked) mask_scores(x, block, rows);
+  // Steps 3 and 4 of a block with the test behind the exponentials.
+  __device__ __forceinline__ void finish_trying(Scores& x, Output& y, const Shift& shift) {
     sm90::wgmma_wait<0>();
     take_output(y);
     look_for_k();
-    if (y.softmax.template try_exponentiate<Element>(x.s, y.p, params.scale_log2)) return;
+    if (y.softmax.template try_exponentiate<Element, kSpreads>(x.s, y.p, params.scale_log2, shift)) return;
     float factor[2];
-    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor);
+    y.softmax.raise(x.s, params.scale_log2, params.inverse_scale_log2, factor, shift);
     attn::scale_rows(y.o, factor);
-    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2);
+    y.softmax.template exponentiate<Element>(x.s, y.p, params.scale_log2, attn::AllKept(), shift);
   }
 
   // The first key block, whose S is here: softmax, P. O is still empty.
@@ -502,14 +522,17 @@ struct Consumer {
   template <bool kMasked>
   __device__ __forceinline__ void next_block(Scores& x, Output& y, KeyBlock block, const Rows& rows, Shift& shift,
                                              mask::Side side = mask::Side::kAmid) {
+    uint64_t keys;
+    if constexpr (kLocatesAhead) keys = k_tile();
     if (!kTriesExponents || !k_is_there) wait_k();  // 1
+    if constexpr (!kLocatesAhead) keys = k_tile();
     if constexpr (kNeedsKeyBlocks<Mask, Score> && (kMasked || !(kPlaces || kOnlyPartialRows))) block = key_block();
     if constexpr (kPlaces && kMasked) side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
     if constexpr (kPlaces && !kMasked) {
       shift.distance[0] += Config::kBlockKv;
       shift.distance[1] += Config::kBlockKv;
     }
-    issue_scores<kPlaces>(x, side);
+    issue_scores<kPlaces>(x, keys, side);
     // PERF: before P V, whose issue takes as long as the tensor core needs to get to its last step: P is in registers.
     const Kept kept = draw(block, rows);
     issue_output(y);
@@ -518,7 +541,6 @@ struct Consumer {
     sm90::pin_registers(x.s);
     release_k();
     if constexpr (kCapInExponent<Score>) return finish_capped<kMasked>(x, y, block, rows, kept);
-    if constexpr (kTriesExponents) return finish_trying<kMasked>(x, y, block, rows);
     if constexpr (kPlaces) {
       if (kMasked && side == mask::Side::kAmid) modify_scores(x, block, rows);
     } else if constexpr (!Score::kPlain) {
@@ -526,6 +548,7 @@ struct Consumer {
     }
     if constexpr (kMasked) mask_scores(x, block, rows);
     if constexpr (kPlaces && kMasked) set_distance(shift, block.first_key, rows, side);
+    if constexpr (kTriesExponents) return finish_trying(x, y, shift);
     const bool outgrown = y.softmax.outgrown(x.s, shift);
 
     // 3. PERF: where there is more to do than the test, and at d64 anyway, the compiler moves a wait up into what P V should
@@ -610,7 +633,7 @@ struct Consumer {
       side = uniform(mask::side_of(positions(), block.first_key, Config::kBlockKv));
     }
     begin_turn();
-    issue_scores<kPlaces>(x, side);
+    issue_scores<kPlaces>(x, k_tile(), side);
     end_turn();
 
     // In the shadow of the first S: what the rows may see, and how many blocks need a test.

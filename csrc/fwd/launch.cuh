@@ -23,6 +23,7 @@ struct Grid {
   int32_t row_blocks;    // per sequence; the most that there may be, where the plan says how many
   int32_t plan_batches;  // batches with a plan of their own; 0: no plan. Listed masks: slices
   sched::TileOrder order;
+  int32_t late_row_blocks;  // per sequence, of order's
   int32_t ctas;
   bool counter;          // more tiles than each CTA knows for itself: the rest is handed out by an atomic counter
 };
@@ -53,6 +54,7 @@ Grid make_grid(const AttentionParams& p, int32_t num_sms) {
                                                         : sched::group_size(p, slices);
   grid.order = {grid.row_blocks * (joint ? grid.plan_batches : 1), slices, group};
   grid.ctas = min_of(grid.order.count(), num_sms * Config::kCtasPerSm);
+  grid.late_row_blocks = sched::late_row_blocks(p, grid.order, grid.ctas);
   grid.counter = grid.order.count() > grid.ctas * (kKnowsFirstTile<Mask> ? 2 : 1);
   return grid;
 }
@@ -98,7 +100,7 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
     if (p.dropout_p > 0) params.mask.from_begin = false;
   }
   params.order = grid.order;
-  params.order_divisors = sched::OrderDivisors(grid.order);
+  params.parted_order = sched::PartedOrder(grid.order, grid.late_row_blocks);
   params.by_heads_q = sched::Divisor(p.heads_q);
   params.by_q_heads_per_kv_head = sched::Divisor(p.heads_q / p.heads_kv);
   char* space = static_cast<char*>(workspace);

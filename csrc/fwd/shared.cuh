@@ -75,7 +75,7 @@ struct KernelParams {
   float largest_place_slope;           // kPlaceStep: of slopes in units of S that it takes
   float largest_gentle_slope;          // kPlaceStep: see attn::kGentlePenalty
   attn::CapExponents cap_exponents;    // kCapInExponent
-  sched::OrderDivisors order_divisors;  // kKnowsFirstTile
+  sched::PartedOrder parted_order;     // kKnowsFirstTile: of the tiles that order has
   sched::Divisor by_heads_q, by_q_heads_per_kv_head;
 };
 

@@ -376,7 +376,7 @@ struct SoftmaxOut {
   float* lse;  // [block][thread][2]
 };
 
-// kTry: the test of the sums behind the exponentials, instead of the one of S before them.
+// kTry: the test of the sums behind the exponentials, instead of the one of S before them. By fp16 with the multiply-adds spread.
 template <class Element, bool kTry>
 __global__ void __launch_bounds__(128)
     softmax_kernel(const float* s, const float* sinks, float scale_log2, float inverse_scale_log2, SoftmaxOut out) {
@@ -390,7 +390,8 @@ __global__ void __launch_bounds__(128)
     float factor[2] = {1.0f, 1.0f};
     uint32_t p[kCount / 8][4];
     bool raise = block == 0;
-    if (!raise) raise = kTry ? !softmax.try_exponentiate<Element>(x, p, scale_log2) : softmax.outgrown(x);
+    constexpr bool kSpread = std::is_same_v<Element, __half>;
+    if (!raise) raise = kTry ? !softmax.try_exponentiate<Element, kSpread>(x, p, scale_log2) : softmax.outgrown(x);
     if (raise) softmax.raise(x, scale_log2, inverse_scale_log2, factor);
     if (raise || !kTry) softmax.exponentiate<Element>(x, p, scale_log2);
     out.raised[i] = raise;

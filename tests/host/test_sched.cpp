@@ -14,6 +14,7 @@ namespace {
 
 using sched::Divisor;
 using sched::OrderDivisors;
+using sched::PartedOrder;
 using sched::TileIndex;
 using sched::TileOrder;
 
@@ -50,6 +51,79 @@ void check_order(TileOrder order) {
   }
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), "(%d, %d), groups of %d", order.slices,
         order.row_blocks, order.group);
+}
+
+// Every tile once; the longer row blocks of all slices in their order, behind them the shorter ones, longest first.
+void check_parted_order(TileOrder order, int32_t late) {
+  const PartedOrder parted(order, late);
+  const TileOrder early = {order.row_blocks - late, order.slices, order.group};
+  for (int32_t tile = 0; tile < order.count(); ++tile) {
+    const TileIndex index = parted.decode(tile);
+    TileIndex expected;
+    if (tile < early.count()) {
+      expected = early.decode(tile);
+    } else {
+      const int32_t within = tile - early.count();
+      expected = {within % order.slices, early.row_blocks + within / order.slices};
+    }
+    CHECK(index.slice == expected.slice && index.row_rank == expected.row_rank,
+          "tile %d of (%d, %d), groups of %d, %d late, is (%d, %d)", tile, order.slices, order.row_blocks, order.group,
+          late, index.slice, index.row_rank);
+  }
+}
+
+// How long a causal grid of `ctas` takes, of what it would take with no CTA idle. A tile costs its row blocks of keys and
+// kBoundary. A CTA's second tile goes by number, a later one is taken as the one before it begins.
+double causal_time(const TileOrder& order, int32_t late, int32_t ctas) {
+  constexpr double kBoundary = 1.5;
+  const PartedOrder parted(order, late);
+  struct Cta {
+    double end;  // of the tile at hand
+    int32_t next;
+  };
+  const auto cost = [&](int32_t tile) { return kBoundary + order.row_blocks - parted.decode(tile).row_rank; };
+  std::vector<Cta> grid(ctas);
+  for (int32_t cta = 0; cta < ctas; ++cta) grid[cta] = {cost(cta), 2 * ctas - 1 - cta};
+  double total = 0, last = 0;
+  for (int32_t tile = 0; tile < order.count(); ++tile) total += cost(tile);
+  int32_t taken = 2 * ctas;
+  while (!grid.empty()) {
+    const auto first =
+        std::min_element(grid.begin(), grid.end(), [](const Cta& a, const Cta& b) { return a.end < b.end; });
+    if (first->next < order.count()) {
+      *first = {first->end + cost(first->next), taken++};
+    } else {
+      last = std::max(last, first->end);
+      grid.erase(first);
+    }
+  }
+  return last * ctas / total;
+}
+
+// Of causal calls of four groups, head dim 256 and 128; and where there are none.
+void check_late_tiles() {
+  constexpr int32_t kCtas = 132;
+  AttentionParams p;
+  p.mask.kind = MaskKind::kCausal;
+  const auto late_of = [&](const TileOrder& order, int32_t len_q) {
+    p.len_q = len_q;
+    return sched::late_row_blocks(p, order, kCtas);
+  };
+  for (const TileOrder order : {TileOrder{128, 8, 2}, TileOrder{64, 16, 4}, TileOrder{32, 32, 8}, TileOrder{128, 16, 4},
+                                TileOrder{64, 32, 8}, TileOrder{32, 64, 16}, TileOrder{16, 64, 16}}) {
+    p.len_kv = 128 * order.row_blocks;
+    const int32_t late = late_of(order, p.len_kv);
+    CHECK(0 < late && late < order.row_blocks / 2, "%d of %d row blocks are late", late, order.row_blocks);
+    const double time = causal_time(order, late, kCtas), before = causal_time(order, 0, kCtas);
+    CHECK(time < 1.035 && time < before, "(%d, %d), groups of %d: %.3f, without late tiles %.3f", order.slices,
+          order.row_blocks, order.group, time, before);
+  }
+  p.len_kv = 4096;
+  CHECK(late_of({32, 32, 8}, 3072) > 0 && late_of({32, 32, 8}, 2048) == 0, "all rows see half of the keys");
+  CHECK(late_of({32, 256, 8}, 4096) == 0 && late_of({8, 128, 32}, 1024) == 0, "many tiles for so few rows");
+  for (int32_t row_blocks : {1, 2, 3}) CHECK(late_of({row_blocks, 1, 1}, 4096) == 0, "of %d row blocks", row_blocks);
+  p.mask.kind = MaskKind::kDense;
+  CHECK(late_of({32, 32, 8}, 4096) == 0, "a dense mask");
 }
 
 // As many slices as fit, whole sets of heads that share keys, at least one set.
@@ -90,9 +164,13 @@ void check_buckets(int32_t max_count) {
 int run() {
   for (int32_t row_blocks : {1, 2, 3, 7, 64}) {
     for (int32_t slices : {1, 2, 5, 16, 33}) {
-      for (int32_t group = 1; group <= slices; ++group) check_order({row_blocks, slices, group});
+      for (int32_t group = 1; group <= slices; ++group) {
+        check_order({row_blocks, slices, group});
+        for (int32_t late : {0, 1, row_blocks / 2}) check_parted_order({row_blocks, slices, group}, late);
+      }
     }
   }
+  check_late_tiles();
   Random random(31);
   for (int32_t trial = 0; trial < 2000; ++trial) {
     check_group_size(random);

@@ -112,7 +112,8 @@ BY_WGMMA = tuple(name for name in FAMILIES if "decode" not in name)
 
 
 def functions_of(name: str, row: dict) -> int:
-    """Up to head dim 128 decode has two kernels of each kind, of more or fewer warps or CTAs an SM, and one by wgmma, and each once more for plain calls. The backward pass has two, but for packed documents: one adds to dQ in any
+    """Up to head dim 128 decode has two kernels of each kind, of more or fewer warps or CTAs an SM, and one by wgmma,
+    and each once more for plain calls. The backward pass has two, but for packed documents: one adds to dQ in any
     order, one in turns."""
     if "decode" in name:
         by_warpgroups = name == "paged_decode_kernel"

@@ -308,6 +308,14 @@ class Paged:
         return flashmsa.explain_paged(*arguments, backend="sm90", **options).kernel
 
 
+MANY_ROWS: dict[str, Any] = {
+    "batch": 3,
+    "heads": 16,
+    "heads_kv": 1,
+    "len_q": 7,
+    "length": LENGTH,
+    "options": (("num_splits", 2),),
+}
 # Every way in which keys are dealt out, see csrc/decode/launch.cuh; by the plain kernels and, with sinks, the others.
 DECODE_PLANS: dict[str, dict[str, Any]] = {
     "clusters, two an SM": {"length": 1000},
@@ -324,18 +332,18 @@ DECODE_PLANS: dict[str, dict[str, Any]] = {
         "options": (("mask", None),),
     },
     "shares of twice the warps, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 2, "length": 9000},
-    # Up to head dim 128 by wgmma: of a warpgroup's rows, and of two, the last of which is not full.
-    "shares of 64 rows": {
+    # Up to head dim 128 by wgmma: of a warpgroup's rows, and of two's, the last of which is not full.
+    "shares of 64 rows": {"batch": 4, "heads": 64, "heads_kv": 4, "len_q": 4, "length": 9000},
+    "parts of 64 rows": {
         "batch": 3,
         "heads": 16,
         "heads_kv": 1,
         "len_q": 4,
-        "length": 9000,
-        "options": (("mask", None),),
+        "length": 3000,
+        "options": (("mask", None), ("num_splits", 3)),
     },
-    "shares of 64 rows, causal": {"batch": 3, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 9000},
-    "shares of 112 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "page": 16},
-    "shares of 112 rows, pages of 1": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "page": 1},
+    "parts of 112 rows": MANY_ROWS | {"page": 16},
+    "parts of 112 rows, pages of 1": MANY_ROWS | {"page": 1},
     "shares, pages of 16": {"batch": 70, "heads": 4, "length": 300, "page": 16},
     "shares, pages of 1": {"batch": 70, "heads": 4, "length": 300, "page": 1},
     "shares, pages of 128": {"batch": 9, "heads": 16, "len_q": 4, "length": 9000, "page": 128},
@@ -349,7 +357,7 @@ OWN_KERNELS = (
     "clusters of twice the warps",
     "shares",
     "shares of twice the warps",
-    "shares of 64 rows",
+    "parts of 64 rows",
 )
 # Where the general kernels alone serve.
 DECODE_OPTIONS: dict[str, dict[str, Any]] = {
@@ -357,8 +365,8 @@ DECODE_OPTIONS: dict[str, dict[str, Any]] = {
     "ALiBi": {"batch": 70, "heads": 4, "length": 300, "alibi": True},
     "a tree": {"len_q": 7, "length": 2500, "tree": True},
     "packed queries": {"batch": 5, "len_q": 3, "length": 700, "page": 16, "packed": True},
-    "a tree of 112 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 7, "length": 333, "tree": True},
-    "ALiBi of 64 rows": {"batch": 20, "heads": 16, "heads_kv": 1, "len_q": 4, "length": 333, "alibi": True},
+    "a tree of 112 rows": MANY_ROWS | {"tree": True},
+    "ALiBi of 112 rows": MANY_ROWS | {"alibi": True},
     "a window": {"len_q": 4, "length": 2500, "options": (("mask", flashmsa.SlidingWindow(100, 0)),)},
 }
 

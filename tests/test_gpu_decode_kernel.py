@@ -130,8 +130,8 @@ def test_plans_of_many_rows(lens: list[int], dim: int, len_q: int) -> None:
     run_and_check(BF16, queries(BF16, len(lens), 8, len_q, dim), cache, CAUSAL)
 
 
-# Of more rows than two tiles hold, by wgmma: in so many sequences that clusters do not take them.
-MANY = [1900, 8, 0, 129, 640, 64, 63, 65, 1, 300, 7, 1500, 32, 128, 1000, 257, 999, 77, 2, 512]
+# Of more rows than two tiles hold, by wgmma: so many sequences and, as the table is wide, keys that it is worth while.
+MANY = [8000, 8, 0, 129, 640, 64, 63, 65, 1, 300, 7, 1500, 32, 128, 1000, 257, 999, 77, 2, 512]
 ROW_MASKS = [
     DENSE,
     CAUSAL,
@@ -151,7 +151,7 @@ def test_rows_of_warpgroups(mask: MaskCase, rows: tuple[int, int], page_size: in
     run_and_check(BF16, queries(BF16, len(MANY), 2 * heads, len_q, 128), cache, mask)
 
 
-@pytest.mark.parametrize("dim, dim_v", [(128, 128), (96, 72), (72, 128), (128, 8)])
+@pytest.mark.parametrize("dim, dim_v", [(128, 128), (96, 72), (72, 128), (128, 8), (64, 64), (40, 8)])
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("len_q", [3, 4, 8])
 @pytest.mark.parametrize("target", [BF16, FP16], ids=str)
@@ -190,6 +190,19 @@ def test_plain_warpgroups_give_the_same_bits(len_q: int, how: dict) -> None:
     assert all(torch.equal(x, y) for x, y in zip(plain, general, strict=True))
 
 
+@pytest.mark.parametrize("len_q", [4, 8])
+@pytest.mark.parametrize("mask", [DENSE, CAUSAL], ids=str)
+@pytest.mark.parametrize("batch, length", [(3, 50001), (40, 5000), (128, 1100)])
+def test_equal_sequences_of_warpgroups(batch: int, length: int, mask: MaskCase, len_q: int) -> None:
+    """Without lengths, and as the last row sees all keys, each warp that loads finds its share by itself."""
+    k, v = (torch.randn(batch, length, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q, lens = queries(BF16, batch, 32, len_q, 128), torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    call = {"mask": mask.build(q.device), "return_lse": True}
+    equal = flashmsa.paged_attention(q, k, v, None, None, **call)
+    any_lengths = flashmsa.paged_attention(q, k, v, None, lens, **call)
+    assert all(torch.equal(x, y) for x, y in zip(equal, any_lengths, strict=True))
+
+
 @pytest.mark.parametrize("len_q", [4, 7])
 def test_trees_of_warpgroups(len_q: int) -> None:
     """Bits over the last keys, some of which lie before the first or in the chunk before the last."""
@@ -206,7 +219,7 @@ def test_listed_pages_of_warpgroups(len_q: int, page_size: int) -> None:
     """Chunks of keys from several pages, in an order of their own; the last page listed or not."""
     cache = make_cache(BF16, MANY, page_size, 2, 128)
     generator = torch.Generator().manual_seed(page_size)
-    lists = torch.randint(-1, 1 + 1900 // page_size, (len(MANY), 1, 40), generator=generator, dtype=torch.int32)
+    lists = torch.randint(-1, 1 + 8000 // page_size, (len(MANY), 1, 40), generator=generator, dtype=torch.int32)
     allowed = [
         listed_pairs(pages, 128, page_size, len_q, length, CAUSAL).cuda()
         for pages, length in zip(lists, MANY, strict=True)
@@ -274,11 +287,11 @@ def test_value_that_some_rows_see(dim: int, heads: int) -> None:
     run_and_check(BF16, queries(BF16, 2, heads, 4, dim), cache, num_splits=1)
 
 
-@pytest.mark.parametrize("heads", [8, 32, 64])
-def test_packed_queries_and_tail(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "how"), [(8, {}), (32, {"num_splits": 2}), (64, {"num_splits": 2})], ids=str)
+def test_packed_queries_and_tail(heads: int, how: dict) -> None:
     q, cuts = packed(BF16, [3, 0, 1, 4], heads, 128, tail=5)
     cache = make_cache(BF16, [300, 20, 0, 777], 16, 2, 128)
-    run_packed_and_check(BF16, q, cuts, cache, max_seqlen_q=4)
+    run_packed_and_check(BF16, q, cuts, cache, max_seqlen_q=4, **how)
 
 
 REPLAYED = {

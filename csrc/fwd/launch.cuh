@@ -80,7 +80,8 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   KernelParams<Mask> params;
   // Rows by index come and go without TMA.
   if constexpr (!kIndexed<Mask>) {
-    params.q = sm90::make_tile_map<typename S::QTile>(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, "q", kRank);
+    params.q = sm90::make_tensor_map(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, S::QTile::kRows / S::kQParts,
+                                     "q", kRank);
     params.k = sm90::make_tile_map<typename S::KTile>(addressable(p.k), extent(p.heads_kv, p.len_kv, p.head_dim),
                                                       p.dtype, "k", kRank);
     params.v = sm90::make_tile_map<typename S::VTile>(addressable(p.v), extent(p.heads_kv, p.len_kv, p.head_dim_v),

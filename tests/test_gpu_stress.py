@@ -231,6 +231,38 @@ def test_thousands_of_documents(causal: bool, batched: bool) -> None:
     assert lse[:, :, used:].isneginf().all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_short_documents_in_many_heads(causal: bool) -> None:
+    """Parts of 64 rows go round the warpgroups, more than 256 to each, and the plan has several turns. All heads have
+    the same data, so the same bits."""
+    rng = random.Random(1)
+    cuts = [0]
+    while len(cuts) < 151:
+        cuts.append(cuts[-1] + rng.choice([0, 1, 64, 65, 192, 193, rng.randint(1, 256)]))
+    length, heads = cuts[-1], 512
+    mask = document(*cuts, causal=causal)
+    q, k, v = (x.expand(-1, heads, -1, -1) for x in make_qkv(sm90(), 1, 1, length, length, 128))
+    out, lse = run(sm90(), q, k, v, mask)
+    assert torch.equal(out, out[:, :1].expand_as(out)) and torch.equal(lse, lse[:, :1].expand_as(lse))
+    rows = sampled_rows(length, 200, *cuts)
+    check(out[:, :1], lse[:, :1], *(x[:, :1] for x in (q, k, v)), mask, rows=rows)
+
+
+def test_short_documents_of_which_some_rows_are_not_finite() -> None:
+    """Under a causal mask the rows ahead of a NaN keep their values; warps that take the slow way wait for no other."""
+    cuts = tuple(range(0, 2001, 100))
+    q, k, clean = make_qkv(sm90(), 1, 2, cuts[-1], cuts[-1], 128)
+    mask = document(*cuts, causal=True)
+    want, _ = run(sm90(), q, k, clean, mask)
+    v = clean.clone()
+    v[:, :, cuts[5] + 40] = math.nan
+    out, lse = run(sm90(), q, k, v, mask)
+    bad = slice(cuts[5] + 40, cuts[6])
+    assert out[:, :, bad].isnan().all()
+    out[:, :, bad] = want[:, :, bad]
+    check(out, lse, q, k, clean, mask)
+
+
 @pytest.mark.parametrize("shape", [(1, 70_000), (70_000, 1), (300, 300)], ids=str)
 @pytest.mark.parametrize("family", ["dense", "causal", "document-causal"])
 def test_more_heads_than_a_grid_dimension(shape: tuple[int, int], family: str) -> None:

@@ -18,12 +18,17 @@ struct Config {
   // Q is loaded to registers once a tile, instead of read from shared memory by every wgmma.
   static constexpr bool kQInRegisters = kQInRegistersValue;
   static constexpr int32_t kQStages = kQStagesValue;      // tiles of Q
-  static constexpr int32_t kOColumns = kOColumnsValue;    // columns of O staged at a time, in a buffer of its own
+  // Tiles that often have fewer rows than they could: their parts of 64 rows are dealt to the warpgroups in turn, from tile to
+  // tile. Each warpgroup then has tiles of Q of its own, by way of which O leaves too.
+  static constexpr bool kDealsParts = kOColumnsValue == 0;
+  // Columns of O staged at a time, in a buffer of its own; 0 in the table: all, in that of Q.
+  static constexpr int32_t kOColumns = kDealsParts ? kHeadDimV : kOColumnsValue;
   static constexpr int32_t kRegistersProducer = kRegistersProducerValue;  // setmaxnreg
   static constexpr int32_t kRegistersConsumer = kRegistersConsumerValue;
   static constexpr int32_t kCtasPerSm = kCtasPerSmValue;
   static constexpr int32_t kConsumerWarpgroups = kBlockQ / 64;
   static constexpr int32_t kThreads = 128 * (kConsumerWarpgroups + 1);
+  static_assert(!kDealsParts || (!kQInRegisters && kQStages > 1 && kHeadDim == kHeadDimV));
   // SYNC: the warpgroups share the registers of the launch, which has them in eights a thread; where these are not
   // enough one of them waits for ever.
   static_assert(128 * (kRegistersProducer + kRegistersConsumer * kConsumerWarpgroups) <=
@@ -36,13 +41,14 @@ template <class Element>
 using Config64 = Config<Element, 64, 64, 256, 64, 4, false, 1, 64, 32, 112>;
 template <class Element>
 using Config128 = Config<Element, 128, 128, 128, 128, 2, true, 1, 128, 40, 232>;
-// Documents: small tiles of keys, because the ends of tiles weigh more than their middles; short ones with the next Q early.
+// Documents: small tiles of keys, because the ends of tiles weigh more than their middles.
 // PERF: over Config128 (before its softmax went by sums) 16 documents in 16384 tokens 1.07 … 1.12, causal 1.04 … 1.09, one 1.04,
-// causal 1.02; documents of a mean length of 144 … 314 with Q early .97 … 1.08 of that, causal 1.02 … 1.08, from 474 on slower.
+// causal 1.02.
+// Short ones: their last row tile often has rows for one warpgroup or two, so parts are dealt.
 template <class Element>
 using DocumentConfig128 = Config<Element, 128, 128, 192, 64, 4, false, 1, 64, 32, 160>;
 template <class Element>
-using ShortDocumentConfig128 = Config<Element, 128, 128, 192, 64, 3, false, 2, 64, 32, 160>;
+using ShortDocumentConfig128 = Config<Element, 128, 128, 192, 64, 4, false, 2, 0, 40, 152>;
 // At 64 of composite masks and with options: kernels that need more registers than four warpgroups leave. And of documents,
 // whose rows fill shorter tiles better.
 template <class Element>

@@ -34,10 +34,13 @@ struct Consumer {
   const Params& params;
   S& shared;
   const int32_t warpgroup;  // 0 .. kConsumerWarpgroups - 1
+  int32_t part;             // of the tile at hand: which 64 rows
   uint64_t q_descriptor, k_descriptor, v_descriptor;  // of stage 0
   const PlaceOperands<Config>* places;  // kPlaces
   uint64_t slope_descriptor;  // kPlaces: of the tile at hand, for rows amid the keys
   uint32_t round = 0;       // the tile at hand
+  uint32_t q_uses = 0;      // kDealsParts: tiles so far of which this warpgroup had rows with keys
+  bool staged = false;      // kDealsParts: the tile before was one
   uint32_t key_blocks = 0;  // K tiles taken so far; within a tile V runs one behind
 
   // ALiBi by a k-step of its own, see attn/places.cuh.
@@ -70,7 +73,7 @@ struct Consumer {
 
   __device__ __forceinline__ Consumer(const Params& params, S& shared, int32_t warpgroup,
                                       const PlaceOperands<Config>* places = nullptr)
-      : params(params), shared(shared), warpgroup(warpgroup), places(places) {
+      : params(params), shared(shared), warpgroup(warpgroup), part(warpgroup), places(places) {
     const auto address = [](const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); };
     q_descriptor =
         QOperand::descriptor(address(shared.q[0]) + warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes);
@@ -82,7 +85,19 @@ struct Consumer {
   __device__ __forceinline__ int32_t lane() const { return threadIdx.x % 32; }
   // This warp's first row within the tile.
   __device__ __forceinline__ int32_t warp_row() const {
+    return part * sm90::kWarpgroupRows + thread() / 32 * sm90::kWarpRows;
+  }
+
+  // Where it lies in the buffer that O goes through.
+  __device__ __forceinline__ int32_t staged_row() const {
     return warpgroup * sm90::kWarpgroupRows + thread() / 32 * sm90::kWarpRows;
+  }
+  __device__ __forceinline__ char* staging() const {
+    if constexpr (Config::kDealsParts) {
+      return shared.q[S::QRing::stage(q_uses)];
+    } else {
+      return shared.o;
+    }
   }
 
   // The same of the tensor.
@@ -123,8 +138,15 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void wait_q(uint32_t round) {
-    shared.full_q[S::QRing::stage(round)].wait(S::QRing::full_parity(round));
+  // Which use of the ring of Q the tile at hand is.
+  __device__ __forceinline__ uint32_t q_use() const { return Config::kDealsParts ? q_uses : round; }
+
+  __device__ __forceinline__ sm90::Barrier& q_barrier(sm90::Barrier* barriers, uint32_t use) const {
+    return barriers[S::part_barrier(S::QRing::stage(use), warpgroup)];
+  }
+
+  __device__ __forceinline__ void wait_q(uint32_t use) {
+    q_barrier(shared.full_q, use).wait(S::QRing::full_parity(use));
     if constexpr (!Config::kQInRegisters) cross_to_wgmma();
   }
 
@@ -154,7 +176,7 @@ struct Consumer {
     const uint32_t slot = S::WorkRing::stage(round);
     shared.full_work[slot].wait(S::WorkRing::full_parity(round));
     if (uniform(shared.work[slot].entry.row_block) < 0) return false;
-    mine = shared.work[slot].span(warpgroup);
+    mine = shared.work[slot].span(shared.work[slot].part_of(warpgroup));
     if constexpr (Config::kQInRegisters) {
       wait_q(round);
       load_q(x, round);
@@ -162,7 +184,22 @@ struct Consumer {
     return true;
   }
 
-  __device__ __forceinline__ void release_q() { release(shared.empty_q[S::QRing::stage(round)]); }
+  __device__ __forceinline__ void release_q() { release(q_barrier(shared.empty_q, round)); }
+
+  // Whether this lane stores the warp's boxes, and waits for them: the same one each time.
+  // PERF: where parts are dealt one that the compiler knows as one: short documents .5 %.
+  __device__ __forceinline__ bool stores() const { return Config::kDealsParts ? sm90::elect() : lane() == 0; }
+
+  // kDealsParts: gives back Q of the tile before, by way of which O has left.
+  __device__ __forceinline__ void release_staging() {
+    if (!staged) return;
+    // SYNC: lanes have read the rows of a box that was not stored as one.
+    __syncwarp();
+    if (stores()) {
+      sm90::wait_stores_read();
+      q_barrier(shared.empty_q, q_uses - 1).arrive();
+    }
+  }
 
   // Whether descriptors are found ahead of the wait that may be left out, V's from K's.
   // PERF: over pages they would come by a vector register or be worked out anew from the address, and the first wgmmas wait for
@@ -187,7 +224,7 @@ struct Consumer {
   // what is the same for all of a block.
   template <bool kWithPlaces = false>
   __device__ __forceinline__ void issue_scores(Scores& x, uint64_t k_tile, mask::Side side = mask::Side::kAmid) {
-    const uint64_t q_tile = q_descriptor + sm90::descriptor_step(S::QRing::stage(round) * S::QTile::kBytes);
+    const uint64_t q_tile = q_descriptor + sm90::descriptor_step(S::QRing::stage(q_use()) * S::QTile::kBytes);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kQSteps; ++k) {
@@ -646,6 +683,7 @@ struct Consumer {
     begin_turn();
     issue_scores<kPlaces>(x, k_tile(), side);
     end_turn();
+    if constexpr (Config::kDealsParts) release_staging();
 
     // In the shadow of the first S: what the rows may see, and how many blocks need a test.
     // PERF: a copy, which the compiler makes better loops of (d128: 2 %), where the registers suffice.
@@ -682,6 +720,7 @@ struct Consumer {
     release_k();
     key_blocks = uniform(key_blocks + 1);
     if constexpr (!Config::kQInRegisters) round = uniform(round);
+    if constexpr (Config::kDealsParts) q_uses = uniform(q_uses);
     if constexpr (!kNeedsKeyBlocks<Mask, Score>) block = block_of(step);
     if constexpr (!Score::kPlain && !kCapInExponent<Score>) {
       if (!kPlaces || side == mask::Side::kAmid) modify_scores(x, block, rows);
@@ -777,7 +816,7 @@ struct Consumer {
       if (column >= params.head_dim_v) continue;
       Element* out_row = attn::row_of<Element>(params.out_rows, tile.queries(), tile.sequence_row() + first_row + row);
       *reinterpret_cast<uint4*>(out_row + column) =
-          *reinterpret_cast<const uint4*>(shared.o + OTile::chunk_offset(warp_row() + row, i % kChunks));
+          *reinterpret_cast<const uint4*>(staging() + OTile::chunk_offset(staged_row() + row, i % kChunks));
     }
   }
 
@@ -796,7 +835,7 @@ struct Consumer {
       const int32_t place = __shfl_sync(~0u, own_place, row);
       if (row < rows && column < params.head_dim_v) {
         *reinterpret_cast<uint4*>(out + place * params.out_rows.stride_seq) =
-            *reinterpret_cast<const uint4*>(shared.o + OTile::chunk_offset(warp_row() + row, lane() % kChunks));
+            *reinterpret_cast<const uint4*>(staging() + OTile::chunk_offset(staged_row() + row, lane() % kChunks));
       }
     }
   }
@@ -807,7 +846,7 @@ struct Consumer {
     constexpr int kPass = Config::kOColumns / 2;  // accumulators of one pass through the buffer
     const TileWork<Mask, Config>& tile = work();
     const int32_t first_row = this->first_row();
-    const uint32_t staging = static_cast<uint32_t>(__cvta_generic_to_shared(shared.o));
+    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(staging()));
     float inverse[2], lse[2];
     y.softmax.finish(inverse, lse, sink());
     if constexpr (Score::kDropout) {
@@ -818,9 +857,9 @@ struct Consumer {
 #pragma unroll
     for (int pass = 0; pass < ceil_div(kOutputs, kPass); ++pass) {
       // SYNC: the store before, of this tile or of the last, has read the buffer.
-      if (!kIndexed<Mask> && lane() == 0) sm90::wait_stores_read();
+      if (!kIndexed<Mask> && !Config::kDealsParts && lane() == 0) sm90::wait_stores_read();
       __syncwarp();
-      attn::stage_rows<Element, OTile, kPass>(y.o, pass * kPass, staging, warp_row());
+      attn::stage_rows<Element, OTile, kPass>(y.o, pass * kPass, address, staged_row());
       if constexpr (kIndexed<Mask>) {
         __syncwarp();
         store_by_index(pass * Config::kOColumns, own_place);
@@ -834,8 +873,8 @@ struct Consumer {
           continue;
         }
       }
-      if (lane() == 0 && first_row < tile.end_row(params)) {
-        sm90::store_rows<OTile, kMapRank<Mask>>(params.out, shared.o + warp_row() * sm90::kSwizzleRowBytes,
+      if (stores() && first_row < tile.end_row(params)) {
+        sm90::store_rows<OTile, kMapRank<Mask>>(params.out, staging() + staged_row() * sm90::kSwizzleRowBytes,
                                                 pass * Config::kOColumns, tile.sequence_row() + first_row,
                                                 tile.queries());
       }
@@ -972,11 +1011,12 @@ struct Consumer {
       Output y;
       Span next = {};
       int32_t own_place = 0;
+      if constexpr (Config::kDealsParts) part = uniform(work().part_of(warpgroup));
       const int32_t planned_steps = uniform(mine.steps), planned_back = uniform(mine.back);
       if constexpr (Config::kQInRegisters) {
         finish_q(x);
-      } else {
-        wait_q(round);
+      } else if (!Config::kDealsParts || planned_steps > 0) {
+        wait_q(q_use());
       }
       // SYNC: before blocks are let pass, which takes both warpgroups where there are more of them than stages.
       if (planned_steps == 0) {
@@ -986,7 +1026,7 @@ struct Consumer {
       skip_blocks(mine.front);
       if (planned_steps > 0) {
         attend(x, y, mine);  // 1
-        if constexpr (!Config::kQInRegisters) release_q();
+        if constexpr (!Config::kQInRegisters && !Config::kDealsParts) release_q();
 
         issue_output(y);  // 2
         more = open_tile(x, round + 1, next);
@@ -995,13 +1035,19 @@ struct Consumer {
         sm90::pin_registers(y.o);
         release_v();
       } else {
-        if constexpr (!Config::kQInRegisters) release_q();
+        if constexpr (Config::kDealsParts) {
+          release_staging();
+        } else if constexpr (!Config::kQInRegisters) {
+          release_q();
+        }
         more = open_tile(x, round + 1, next);
       }
       // NOTE: where the loop leaves no registers for them, they are read again.
       const int32_t steps = kPlaces ? uniform(work().span(warpgroup).steps) : planned_steps;
       skip_blocks(kPlaces ? uniform(work().span(warpgroup).back) : planned_back);
 
+      // SYNC: O overwrites Q, which the last S of all four warps has read.
+      if (Config::kDealsParts && steps > 0) sm90::bar_sync(1 + warpgroup, sm90::kWarpgroupThreads);
       if (steps == 0) {  // 3
         store_empty();
       } else if (work().entry.tiles.partial_count() > 0 && attn::any_nonfinite(y.o)) {
@@ -1011,10 +1057,14 @@ struct Consumer {
         store(y, own_place);
       }
       finish_work();
+      if constexpr (Config::kDealsParts) {
+        staged = steps > 0;
+        q_uses += staged;
+      }
       mine = next;
       ++round;
     }
-    if (lane() == 0) sm90::wait_stores();
+    if (stores()) sm90::wait_stores();
   }
 };
 

@@ -2,7 +2,8 @@
 // small ones.
 //
 // Roles       warpgroup 0, few registers: a producer thread (TMA; for rows by index three warps, indexed.cuh) and a
-//             scheduler thread in a warp of its own; warpgroups 1 …: consumers, 64 rows of the tile each.
+//             scheduler thread in a warp of its own; warpgroups 1 …: consumers, 64 rows of the tile each. Where parts are
+//             dealt (config.h) a third thread loads Q.
 // Shared      Q, a ring of K and a ring of V tiles, a staging buffer for O, barriers, work slots: shared.cuh. With ALiBi up to
 //             head dim 128 the operands of one more k-step of S: attn/places.cuh.
 // Barriers    full_* (TMA bytes) and empty_* (one arrival a consumer warp) for Q, K, V; full_work / empty_work for tiles.
@@ -21,6 +22,7 @@
 namespace flashmsa::fwd {
 
 inline constexpr uint32_t kSchedulerThread = 32;
+inline constexpr uint32_t kPartLoaderThread = 64;
 
 template <class Mask, class Config, class Score>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
@@ -68,6 +70,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       }
     } else if (first) {
       return Producer<Mask, Config, kKeyBlocks, kPlaces, kLoadsFirst>{params, shared, places}.run();
+    }
+    if constexpr (Config::kDealsParts) {
+      if (threadIdx.x == kPartLoaderThread) return PartLoader<Mask, Config>{params, shared}.run();
     }
     if (threadIdx.x == kSchedulerThread) {
       Scheduler<Mask, Config>{params, shared}.run([&](const TileWork<Mask, Config>& work, uint32_t slot) {

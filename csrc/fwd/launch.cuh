@@ -82,7 +82,8 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   KernelParams<Mask> params;
   // Rows by index come and go without TMA.
   if constexpr (!kIndexed<Mask>) {
-    params.q = sm90::make_tile_map<typename S::QTile>(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, "q", kRank);
+    params.q = sm90::make_tensor_map(p.q, extent(p.heads_q, p.len_q, p.head_dim), p.dtype, S::QTile::kRows / S::kQParts,
+                                     "q", kRank);
     params.k = sm90::make_tile_map<typename S::KTile>(addressable(p.k), extent(p.heads_kv, p.len_kv, p.head_dim),
                                                       p.dtype, "k", kRank);
     params.v = sm90::make_tile_map<typename S::VTile>(addressable(p.v), extent(p.heads_kv, p.len_kv, p.head_dim_v),
@@ -137,6 +138,18 @@ KernelParams<Mask> make_params(const AttentionParams& p, const Grid& grid, void*
   return params;
 }
 
+// Turns of the plan, each with a part of the rows, longest blocks first: of short documents.
+// PERF: boxes reach past a document's end, into rows that the next document wants soon; and long tiles run beside short ones. 512
+// documents of 32 … 256 tokens in 16 heads 1.014, causal 1.09.
+template <class Mask>
+int32_t plan_turns(const AttentionParams& p, const Grid& grid) {
+  if (!std::is_same_v<Mask, mask::ShortPacked>) return 1;
+  constexpr int64_t kTurnBytes = int64_t{8} << 20;
+  const int64_t slice_bytes = (int64_t{p.len_q} * p.head_dim + int64_t{p.len_kv} * (p.head_dim + p.head_dim_v)) * 2;
+  const int64_t turns = slice_bytes * grid.order.group * grid.plan_batches / kTurnBytes;
+  return static_cast<int32_t>(clamp<int64_t>(turns, 1, sched::kMostTurns));
+}
+
 // The plan and the tile counter are set in stream order, by a small kernel ahead. False: there is none.
 template <class Mask, class Config>
 bool launch_ahead(const AttentionParams& p, const Grid& grid, const KernelParams<Mask>& params, void* workspace,
@@ -145,9 +158,15 @@ bool launch_ahead(const AttentionParams& p, const Grid& grid, const KernelParams
   if constexpr (Mask::kPlanned) {
     if (grid.plan_batches > 0) {
       const int32_t batches = Mask::kListed ? p.batch : grid.plan_batches;
-      const sched::PlanParams<Mask> plan = {
-          params.mask,     batches,          p.heads_q, grid.row_blocks,
-          Config::kBlockQ, Config::kBlockKv, p.len_q,   ceil_div(p.len_kv, Config::kBlockKv)};
+      const sched::PlanParams<Mask> plan = {params.mask,
+                                            batches,
+                                            p.heads_q,
+                                            grid.row_blocks,
+                                            Config::kBlockQ,
+                                            Config::kBlockKv,
+                                            p.len_q,
+                                            ceil_div(p.len_kv, Config::kBlockKv),
+                                            plan_turns<Mask>(p, grid)};
       const int32_t ctas = Mask::kListed ? grid.plan_batches : 1;
       sched::plan_kernel<Mask>
           <<<ctas, sched::kPlanThreads, 0, stream>>>(plan, counter, const_cast<sched::PlanEntry<Mask>*>(params.plan));

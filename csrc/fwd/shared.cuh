@@ -88,10 +88,29 @@ struct OwnSpans {
 template <int32_t kSpans>
 struct OwnSpans<true, kSpans> {};
 
+// Which warpgroup has which 64 rows of a tile: where they are dealt in turn, by who has the first.
+template <bool kDealsParts, int32_t kWarpgroups>
+struct PartDeal {
+  int32_t first_warpgroup;
+
+  __device__ __forceinline__ int32_t part_of(int32_t warpgroup) const {
+    const int32_t part = warpgroup - first_warpgroup;
+    return part < 0 ? part + kWarpgroups : part;
+  }
+  __device__ __forceinline__ int32_t warpgroup_of(int32_t part) const {
+    const int32_t warpgroup = first_warpgroup + part;
+    return warpgroup < kWarpgroups ? warpgroup : warpgroup - kWarpgroups;
+  }
+};
+template <int32_t kWarpgroups>
+struct PartDeal<false, kWarpgroups> {
+  __device__ __forceinline__ int32_t part_of(int32_t warpgroup) const { return warpgroup; }
+};
+
 // What the producer tells the consumers about their next tile: its entry of the plan, planned or not (row_block negative:
 // no more tiles), and whose rows they are.
 template <class Mask, class Config>
-struct alignas(16) TileWork {
+struct alignas(16) TileWork : PartDeal<Config::kDealsParts, Config::kConsumerWarpgroups> {
   sched::PlanEntry<Mask> entry;
   OwnSpans<Mask::kSpansPlanned, Config::kConsumerWarpgroups> own;
   static_assert(!Mask::kSpansPlanned || Config::kConsumerWarpgroups <= sched::kMaxSpans);
@@ -225,32 +244,40 @@ struct Shared {
   using WorkRing = sm90::Ring<kWorkSlots>;
   using QRing = sm90::Ring<Config::kQStages>;
 
+  // Parts of Q with barriers of their own: a warpgroup's 64 rows, where these come and go with its tiles alone.
+  static constexpr int32_t kQParts = Config::kDealsParts ? Config::kConsumerWarpgroups : 1;
+
   alignas(1024) char q[Config::kQStages][QTile::kBytes];
   alignas(1024) char k[Config::kStages][KTile::kBytes];
   alignas(1024) char v[Config::kStages][VTile::kBytes];
-  alignas(1024) char o[OTile::kBytes];
+  alignas(Config::kDealsParts ? 8 : 1024) char o[Config::kDealsParts ? 8 : OTile::kBytes];
 
   //                                       arrives (count)                     waits
-  sm90::Barrier full_q[Config::kQStages];         // producer + TMA bytes (1), or        consumers
+  sm90::Barrier full_q[Config::kQStages * kQParts];   // producer + TMA bytes (1), or        consumers
                                                   // loading lanes behind their copies
-  sm90::Barrier empty_q[Config::kQStages];        // consumer warps                      producer
+  sm90::Barrier empty_q[Config::kQStages * kQParts];  // consumer warps                      producer
   sm90::Barrier full_k[Config::kStages];   // as full_q                         consumers
   sm90::Barrier empty_k[Config::kStages];  // consumer warps                    producer
   sm90::Barrier full_v[Config::kStages];   // as full_q                         consumers
   sm90::Barrier empty_v[Config::kStages];  // consumer warps                    producer
   sm90::Barrier full_work[kWorkSlots];    // scheduler (1)                     producer, consumers
   sm90::Barrier empty_work[kWorkSlots];   // consumer threads                  scheduler
-  sm90::Barrier begun[kWorkSlots];        // loading warps                     scheduler
+  sm90::Barrier begun[kWorkSlots];        // who loads                         scheduler
 
   TileWork<Mask, Config> work[kWorkSlots];
   KeyBlock key_block[Config::kStages];  // of the K stages; where the consumers need it
   [[no_unique_address]] KeyGroups<kScattered<Mask>, Config> key_groups;
 
+  // The place of a warpgroup's barrier among those of Q.
+  static __device__ __forceinline__ uint32_t part_barrier(uint32_t stage, int32_t warpgroup) {
+    return kQParts == 1 ? stage : stage * kQParts + warpgroup;
+  }
+
   __device__ void init_barriers() {
     constexpr uint32_t kConsumerWarps = Config::kConsumerWarpgroups * 4;
-    for (int s = 0; s < Config::kQStages; ++s) {
+    for (int s = 0; s < Config::kQStages * kQParts; ++s) {
       full_q[s].init(kFullArrivals<Mask>);
-      empty_q[s].init(kConsumerWarps);
+      empty_q[s].init(kConsumerWarps / kQParts);
     }
     for (int s = 0; s < Config::kStages; ++s) {
       full_k[s].init(kFullArrivals<Mask>);
@@ -261,7 +288,7 @@ struct Shared {
     for (int s = 0; s < kWorkSlots; ++s) {
       full_work[s].init(1);
       empty_work[s].init(kConsumerWarps * 32);
-      begun[s].init(kLoaders<Mask>);
+      begun[s].init(kLoaders<Mask> + Config::kDealsParts);
     }
     sm90::fence_barrier_init();
   }

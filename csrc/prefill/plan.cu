@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(sched::kPlanThreads) paged_plan_kernel(const _
   };
   const int32_t max_tiles = ceil_div(p.max_len, kBlockKv);
   const auto again = [&](int32_t i) { return Ranked{i, {args.plan[i].tiles.count()}}; };
-  sched::sort_entries(sort, entries, max_tiles, reinterpret_cast<Ranked*>(args.plan + args.capacity), make, again,
-                      [](Ranked&) {});
+  sched::sort_entries(sort, entries, sched::PlanOrder(entries, 1, max_tiles),
+                      reinterpret_cast<Ranked*>(args.plan + args.capacity), make, again, [](Ranked&) {});
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ struct PlanParams {
   int32_t block_q, block_kv;
   int32_t len_q;
   int32_t max_tiles;  // key tiles of the whole length
+  int32_t turns;  // parts of the rows, one planned behind another
 };
 
 // Without a plan: only the tile counter is set.
@@ -27,6 +28,21 @@ static __global__ void reset_counter_kernel(int32_t* tile_counter) {
   cudaTriggerProgrammaticLaunchCompletion();
   *tile_counter = 0;
 }
+
+// Which bucket an entry falls into: its turn's, there by its count of key tiles.
+struct PlanOrder {
+  int32_t turn;  // entries in a turn
+  int32_t buckets;  // of a turn
+  int32_t shift;
+
+  __device__ __forceinline__ PlanOrder(int32_t entries, int32_t turns, int32_t max_tiles)
+      : turn(ceil_div(entries, turns)), buckets(kPlanBuckets / turns), shift(turns > 1 ? 0 : bucket_shift(max_tiles)) {}
+
+  // NOTE: a list may hold anything, also more tiles than there are; and of turns the longest entries share a bucket.
+  __device__ __forceinline__ int32_t bucket(int32_t number, int32_t tiles) const {
+    return (number / turn + 1) * buckets - 1 - min_of(tiles >> shift, buckets - 1);
+  }
+};
 
 // What a sort keeps in shared memory.
 struct PlanSort {
@@ -41,18 +57,12 @@ struct PlanSort {
 // before it have: the last thread's are all.
 // SYNC: sort.bucket_start is zero, and a block barrier has said so.
 template <bool kSomeEmpty = false, class Entry, class Make, class Again, class Finish>
-__device__ __forceinline__ int32_t sort_entries(PlanSort& sort, int32_t entries, int32_t max_tiles, Entry* plan,
+__device__ __forceinline__ int32_t sort_entries(PlanSort& sort, int32_t entries, const PlanOrder& order, Entry* plan,
                                                 const Make& make, const Again& again, const Finish& finish) {
   static_assert(kPlanBuckets == kPlanThreads, "one thread scans one bucket");
   int32_t (&bucket_start)[kPlanBuckets] = sort.bucket_start;
   int32_t (&warp_sums)[kPlanThreads / 32] = sort.warp_sums;
   const int32_t thread = threadIdx.x;
-  const int32_t shift = bucket_shift(max_tiles);
-  const auto bucket_of = [&](const Entry& entry) {
-    // NOTE: a list may hold anything, also more tiles than there are.
-    return kPlanBuckets - 1 - min_of(entry.tiles.count() >> shift, kPlanBuckets - 1);
-  };
-
   const auto left_out = [](const Entry& entry) { return kSomeEmpty && entry.tiles.count() < 0; };
 
   // 1. Histogram.
@@ -62,7 +72,7 @@ __device__ __forceinline__ int32_t sort_entries(PlanSort& sort, int32_t entries,
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
     const Entry entry = make(i);
     if (kKeepsFirst && i == thread) first = entry;
-    if (!left_out(entry)) atomicAdd(&bucket_start[bucket_of(entry)], 1);
+    if (!left_out(entry)) atomicAdd(&bucket_start[order.bucket(i, entry.tiles.count())], 1);
   }
   __syncthreads();
 
@@ -86,7 +96,7 @@ __device__ __forceinline__ int32_t sort_entries(PlanSort& sort, int32_t entries,
   for (int32_t i = thread; i < entries; i += kPlanThreads) {
     const Entry entry = kKeepsFirst && i == thread ? first : again(i);
     if (left_out(entry)) continue;
-    const int32_t slot = atomicAdd(&bucket_start[bucket_of(entry)], 1);
+    const int32_t slot = atomicAdd(&bucket_start[order.bucket(i, entry.tiles.count())], 1);
     // Only offsets that another stream changes between the two passes could lead past the plan's end.
     if (slot >= entries) continue;
     plan[slot] = entry;
@@ -121,7 +131,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     return plan_row_block<Mask>(mask, batch, slice % p.heads, index % p.row_blocks, p.block_q, p.block_kv, p.len_q);
   };
   const int32_t count = sort_entries<kOwnRows<Mask>>(
-      sort, entries, p.max_tiles, plan, make_entry, make_entry,
+      sort, entries, PlanOrder(entries, p.turns, p.max_tiles), plan, make_entry, make_entry,
       [&](PlanEntry<Mask>& entry) { plan_spans(mask, entry, p.block_q, p.block_kv, p.len_q); });
   if (kOwnRows<Mask> && thread == kPlanThreads - 1) tile_counter[1] = count;
 }

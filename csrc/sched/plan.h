@@ -102,6 +102,9 @@ size_t plan_bytes(int64_t entries) {
 // Key-tile counts are sorted by bucket: count >> shift, so that the largest possible count falls into the last bucket.
 inline constexpr int32_t kPlanBuckets = 1024;
 
+// Parts of a plan, each of which has its share of the buckets.
+inline constexpr int32_t kMostTurns = 16;
+
 FLASHMSA_HD int32_t bucket_shift(int32_t max_count) {
   int32_t shift = 0;
   while ((max_count >> shift) >= kPlanBuckets) ++shift;

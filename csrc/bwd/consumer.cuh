@@ -33,7 +33,7 @@ struct KeyConsumer : Pairs<Config> {
   // One query tile, or a part of one:
   //   1. S^T(i) = K Q(i)^T and, behind it, dK += dS^T(i-1) Q(i-1) go to the tensor cores
   //   2. S^T(i) arrives: P^T(i)
-  //   3. dK arrives: Q(i-1) and dO(i-1) are free
+  //   3. dK arrives: Q(i-1) and dO(i-1) are free; in bands hidden pairs leave P^T(i)
   //   4. dP^T(i) = V dO(i)^T - Δ(i), and behind it dV += P^T(i) dO(i)
   //   5. dP^T(i) arrives: dS^T(i), to shared memory for dQ
   //   6. dV arrives

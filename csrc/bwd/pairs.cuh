@@ -187,24 +187,6 @@ struct Pairs {
     if (step.detail != mask::kWholeCell) hide_in_cell(s, step, sub);
   }
 
-  // The same of a band, in P^T: query i sees the keys from i + low to before i + high.
-  // NOTE: where S^T is still at hand, registers are too few for a branch.
-  __device__ __forceinline__ void hide_outside_band(Fragment& p, uint32_t stage, int sub) {
-    const uint32_t low = params.band.low, high = params.band.high;
-    const uint32_t query = shared.step[stage].tile * Config::kBlockQ + query_of(sub, 0);
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const int32_t key = key_of(2 * slot);
-      const uint32_t first = key - query - low, span = key < params.len_kv ? high - low : 0;
-#pragma unroll
-      for (int n = 0; n < kPairs / 4; ++n) {
-        uint32_t& weights = p[n / 2][n % 2 * 2 + slot];
-        if (first - 8 * n >= span) weights &= 0xffff0000u;
-        if (first - (8 * n + 1) >= span) weights &= 0x0000ffffu;
-      }
-    }
-  }
-
   // The same of a listed cell that is not whole.
   // NOTE: wide tiles gather the answers in bits first, in a loop; unrolled it takes registers that there are not, which
   // narrow tiles have.
@@ -232,6 +214,24 @@ struct Pairs {
       for (int e = 0; e < kPairs; ++e) {
         if (!shown(e)) s[e] = attn::kNegativeInfinity;
         asm volatile("" ::: "memory");
+      }
+    }
+  }
+
+  // P^T of a band's hidden pairs becomes 0: query i sees the keys from i + low to before i + high.
+  // NOTE: not S^T, as by `hide`: beside it registers are too few, where the test is as short as this.
+  __device__ __forceinline__ void hide_outside_band(Fragment& p, uint32_t stage, int sub) {
+    const uint32_t low = params.band.low, high = params.band.high;
+    const uint32_t query = shared.step[stage].tile * Config::kBlockQ + query_of(sub, 0);
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int32_t key = key_of(2 * slot);
+      const uint32_t first = key - query - low, span = key < params.len_kv ? high - low : 0;
+#pragma unroll
+      for (int n = 0; n < kPairs / 4; ++n) {
+        uint32_t& weights = p[n / 2][n % 2 * 2 + slot];
+        if (first - 8 * n >= span) weights &= 0xffff0000u;
+        if (first - (8 * n + 1) >= span) weights &= 0x0000ffffu;
       }
     }
   }

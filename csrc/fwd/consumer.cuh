@@ -656,9 +656,11 @@ struct Consumer {
   // softmaxes. So the second one's first S waits for the first's, once a CTA.
   // PERF: d128 1x1024 18.5 -> 16.4 us. Where key tiles are shorter than row tiles (d192, d256) causal calls lose 2 … 12 %: the
   // first warpgroup lets a block pass there. With four warpgroups dense calls gain 1 % and causal ones lose 4 … 8 %.
-  static constexpr bool kTakesTurns = (Mask::kKind == MaskKind::kDense || Mask::kKind == MaskKind::kCausal) &&
-                                      Score::kPlain && !Score::kDropout && Config::kConsumerWarpgroups == 2 &&
-                                      Config::kBlockKv == Config::kBlockQ;
+  // SYNC: the first warpgroup gets to its first S without the second one: it lets one block pass at most, as 64 rows move an
+  // interval's ends by no more than half of a key tile.
+  static constexpr bool kTakesTurns =
+      (Mask::kKind == MaskKind::kDense || Mask::kKind == MaskKind::kCausal || std::is_same_v<Mask, mask::Band>) &&
+      Score::kPlain && !Score::kDropout && Config::kConsumerWarpgroups == 2 && Config::kBlockKv == Config::kBlockQ;
   static constexpr uint32_t kTurnBarrier = 4;
 
   __device__ __forceinline__ void begin_turn() const {

@@ -114,6 +114,10 @@ void check_classes(const MaskCase& mask, int32_t batch, int32_t head, int32_t fi
   }
 }
 
+template <class Mask>
+constexpr bool kTakesTurns =
+    std::is_same_v<Mask, mask::Dense> || std::is_same_v<Mask, mask::Causal> || std::is_same_v<Mask, mask::Band>;
+
 // Of each 64 rows of a block, what lies outside their span holds nothing that they may see.
 template <class Mask>
 void check_spans(const MaskCase& mask, const typename Mask::Params& params, int32_t batch, int32_t head, int32_t first,
@@ -134,6 +138,11 @@ void check_spans(const MaskCase& mask, const typename Mask::Params& params, int3
     CHECK(span.front >= 0 && span.steps >= 0 && span.back >= 0 &&
               span.front + span.steps + span.back == entry.tiles.count(),
           "%d %d %d of %d, %s", span.front, span.steps, span.back, entry.tiles.count(), mask.text().c_str());
+    // Where warpgroups take turns (fwd/consumer.cuh), the first one must not wait for the second before its own first block.
+    if (kTakesTurns<Mask> && part == 0 && shape.block_kv >= 2 * sched::kSpanRows) {
+      CHECK(span.steps == 0 || span.front <= 1, "rows %d-%d let %d pass, %s", row, last, span.front,
+            mask.text().c_str());
+    }
     for (int32_t step = 0; step < entry.tiles.count(); ++step) {
       if (step >= span.front && step < span.front + span.steps) continue;
       const int64_t pairs = allowed_pairs(mask, batch, head, row, last, entry.tiles.visit(step), shape.block_kv,

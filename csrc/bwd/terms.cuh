@@ -37,9 +37,14 @@ struct Terms {
     if (!(fabsf(x) <= kMost)) x = __builtin_nanf("");
 #pragma unroll
     for (int i = 0; i < kOfANumber; ++i) {
-      const Element term = static_cast<Element>(x / weight(i));
-      to[8 * i] = term;
-      x -= static_cast<float>(term) * weight(i);
+      // NOTE: torch's builds leave out the conversions by cast.
+      if constexpr (kHalf) {
+        to[8 * i] = __float2half_rn(x / weight(i));
+        x -= __half2float(to[8 * i]) * weight(i);
+      } else {
+        to[8 * i] = __float2bfloat16_rn(x / weight(i));
+        x -= __bfloat162float(to[8 * i]) * weight(i);
+      }
     }
   }
 

@@ -136,8 +136,9 @@ struct Shared {
   alignas(1024) char q[Config::kStages][QTile::kBytes];
   alignas(1024) char dout[Config::kStages][QTile::kBytes];
   alignas(1024) char ds[Config::kDsBuffers][DsTile::kBytes];
-  alignas(kStaged ? 1024 : 16) float staging[kStaged ? Config::kStagings : 1][kStaged ? DqPiece::kFloats : 1];
+  // NOTE: ahead of what is longer: memcheck takes the terms' operand, whose groups of rows overlap, for one of 4 KB.
   alignas(128) char stats[Config::kStages][kStatBytes + kStatPad];
+  alignas(kStaged ? 1024 : 16) float staging[kStaged ? Config::kStagings : 1][kStaged ? DqPiece::kFloats : 1];
   // Where the step is partial: the rows' main runs, and their first ones.
   alignas(128) mask::Interval rows[Config::kStages][2][Config::kRowsShared ? Config::kBlockQ : 1];
   // Query tiles that the keys meet, a bit each, 32 in a word; the words of one head after those of another.

@@ -123,6 +123,8 @@ struct Attention {
     const Element* base =
         static_cast<const Element*>(p.q.data) + s.batch * p.q.stride_batch + s.first_row * p.q.stride_seq;
     const int32_t part = lane() % kParts;
+    // SYNC: a sequence without keys may have been asked for and passed over.
+    sm90::wait_for_copies();
 #pragma unroll
     for (int32_t n = 0; n < kTileRows * kParts / 32; ++n) {
       const int32_t row = n * (32 / kParts) + lane() / kParts;
@@ -402,20 +404,27 @@ struct Attention {
   __device__ __forceinline__ void add_seen_values(const uint32_t (&weights)[kChunk / 16][4], const char* v,
                                                   Seen& seen) {
     constexpr int32_t kBehindQ = Config::kQInRegisters ? 0 : kHeadDim / 16 * 128;  // floats
-    auto rows = reinterpret_cast<float (*)[kChunk]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
+    constexpr int32_t kColumns = min_of(kChunk, 32);
+    // Queries that were asked for ahead lie behind them.
+    static_assert(!Config::kByWarpgroups || kTileRows * kColumns <= kTileRows * kAheadRow);
+    auto rows =
+        reinterpret_cast<float (*)[kColumns]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
 #pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
+    for (int32_t i = 0; i < kLaneKeys; ++i) {
 #pragma unroll
-      for (int slot = 0; slot < 2; ++slot) {
-        *reinterpret_cast<float2*>(&rows[8 * slot][n * 8 + lane() % 4 * 2]) =
-            unpack_pair(weights[n / 2][n % 2 * 2 + slot], Element{});
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const int pair = i * (kColumns / 8) + n;
+#pragma unroll
+        for (int slot = 0; slot < 2; ++slot) {
+          *reinterpret_cast<float2*>(&rows[8 * slot][n * 8 + lane() % 4 * 2]) =
+              unpack_pair(weights[pair / 2][pair % 2 * 2 + slot], Element{});
+        }
       }
+      __syncwarp();
+      add_seen_keys(rows[0], v, 32 * i, seen[0][i], seen[1][i]);
+      // SYNC: the weights are read.
+      __syncwarp();
     }
-    __syncwarp();
-#pragma unroll
-    for (int32_t i = 0; i < kLaneKeys; ++i) add_seen_keys(&rows[0][32 * i], v, 32 * i, seen[0][i], seen[1][i]);
-    // SYNC: the weights are read.
-    __syncwarp();
   }
 
   // Up to 32 keys from `first` on, to which the columns of `weights` belong.
@@ -425,7 +434,7 @@ struct Attention {
 #pragma unroll 1
     for (int32_t key = 0; key < min_of(kChunk, 32); ++key) {
       if ((any >> key & 1u) == 0) continue;
-      const float weight[2] = {weights[key], weights[8 * kChunk + key]};
+      const float weight[2] = {weights[key], weights[8 * min_of(kChunk, 32) + key]};
       const bool sees[2] = {(low_seen >> key & 1u) != 0, (high_seen >> key & 1u) != 0};
       const char* row = v + layout.row(first + key);
 #pragma unroll

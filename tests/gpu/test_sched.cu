@@ -25,6 +25,7 @@ using sched::PlanParams;
 struct PlanCase {
   MaskCase mask;
   int32_t block_q = 128, block_kv = 128;
+  int32_t turns = 1;
 
   bool listed() const { return mask.kind == MaskKind::kBlockSparse; }
   int32_t row_blocks() const { return ceil_div(mask.len_q, block_q); }
@@ -42,7 +43,7 @@ struct PlanCase {
 template <class Mask>
 PlanParams<Mask> plan_params(const PlanCase& c, const AttentionParams& p) {
   return {Mask::make_params(p), c.batches(),  c.mask.heads, c.row_blocks(), c.block_q,
-          c.block_kv,           c.mask.len_q, c.max_tiles()};
+          c.block_kv,           c.mask.len_q, c.max_tiles(), c.turns};
 }
 
 // A mask's parameters with its data on the device.
@@ -109,6 +110,7 @@ PlanCase document_case(Random& random, int32_t max_length, std::initializer_list
   m.kv_offsets = same_offsets ? m.q_offsets : random_cuts(random, rows, count, m.len_kv);
   c.block_q = random.pick({64, 128, 192, 256});
   c.block_kv = random.pick({32, 64, 128});
+  c.turns = random.pick({1, 1, 3, sched::kMostTurns});
   return c;
 }
 
@@ -275,15 +277,19 @@ bool in_bounds(const PlanCase& c, const BlockSparse::Block& block, const mask::T
          t.first_end <= (block.whole + block.mixed) * parts;
 }
 
-// Every row block of every batch once, with what the host makes of it; in an order where no entry's bucket is above the
-// bucket of the one before it.
+// Every row block of every batch once, with what the host makes of it; turn after turn, in an order where no entry's bucket is
+// above the bucket of the one before it.
 template <class Mask>
 void expect_plan(const PlanCase& c, const std::vector<PlanEntry<Mask>>& found) {
   AttentionParams params;
   c.mask.fill(params);
   const PlanParams<Mask> p = plan_params<Mask>(c, params);
-  const int32_t shift = sched::bucket_shift(p.max_tiles);
-  const auto bucket = [&](int32_t count) { return std::min(count >> shift, sched::kPlanBuckets - 1); };
+  const int32_t shift = c.turns > 1 ? 0 : sched::bucket_shift(p.max_tiles);
+  const auto bucket = [&](int32_t count) { return std::min(count >> shift, sched::kPlanBuckets / c.turns - 1); };
+  const auto turn = [&](const PlanEntry<Mask>& entry) {
+    const int32_t number = (Mask::kListed ? 0 : batch_of(entry.block)) * p.row_blocks + entry.row_block;
+    return number / ceil_div(c.plan_entries(), c.turns);
+  };
   for (int32_t slice = 0; slice < c.plans(); ++slice) {
     const PlanEntry<Mask>* plan = found.data() + int64_t{slice} * c.plan_entries();
     std::map<std::pair<int32_t, int32_t>, int> seen;
@@ -313,7 +319,9 @@ void expect_plan(const PlanCase& c, const std::vector<PlanEntry<Mask>>& found) {
                  span.steps, span.back, count);
         }
       }
-      EXPECT(i == 0 || bucket(plan[i - 1].tiles.count()) >= bucket(count), "plan %d, entry %d: %d tiles after %d",
+      const int32_t later = i == 0 ? 1 : turn(entry) - turn(plan[i - 1]);
+      EXPECT(later >= 0, "plan %d, entry %d: its turn was before the last one's", slice, i);
+      EXPECT(later > 0 || bucket(plan[i - 1].tiles.count()) >= bucket(count), "plan %d, entry %d: %d tiles after %d",
              slice, i, count, plan[i - 1].tiles.count());
     }
   }

@@ -178,8 +178,8 @@ def test_decode_by_warpgroups(families: dict[str, Family]) -> None:
 
 
 def test_backward_clusters(families: dict[str, Family]) -> None:
-    """At head dim 256, and in bands of 128, a CTA loads half of each query tile, to both of its cluster, and sends dS to the
-    other (UBLKCP.S.S). Nobody else is in a cluster. dQ is added from registers at 256, by bulk copies elsewhere."""
+    """At head dim 256, and in bands of 128, a CTA loads half of each query tile, to both of its cluster, and sends dS
+    to the other (UBLKCP.S.S). Nobody else is in a cluster. dQ is added from registers at 256, by bulk copies else."""
     for function in families["attention_backward_kernel"].functions:
         clustered = "Li256E" in function.name or "4BandELi128E" in function.name
         code = [text for _, text in function.code]

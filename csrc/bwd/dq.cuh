@@ -395,10 +395,12 @@ struct DqWarpgroup {
           add_columns(dq, piece, target, turn);
         }
       }
-      if (kHeld && sm90::elect()) {
-        if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
+      if constexpr (kHeld) {
+        if (sm90::elect()) {
+          if (kOrdered) wait_turn(static_cast<int32_t>(place), turn, seen);
 #pragma unroll
-        for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) add(piece, target, turn);
+          for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) add(piece, target, turn);
+        }
       }
       if constexpr (kOrdered) {
 #pragma unroll

@@ -407,8 +407,7 @@ struct Attention {
     constexpr int32_t kColumns = min_of(kChunk, 32);
     // Queries that were asked for ahead lie behind them.
     static_assert(!Config::kByWarpgroups || kTileRows * kColumns <= kTileRows * kAheadRow);
-    auto rows =
-        reinterpret_cast<float (*)[kColumns]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
+    auto rows = reinterpret_cast<float (*)[kColumns]>(&shared.o[threadIdx.x / 32][0][0] + kBehindQ) + lane() / 4;
 #pragma unroll
     for (int32_t i = 0; i < kLaneKeys; ++i) {
 #pragma unroll

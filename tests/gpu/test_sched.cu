@@ -42,7 +42,7 @@ struct PlanCase {
 
 template <class Mask>
 PlanParams<Mask> plan_params(const PlanCase& c, const AttentionParams& p) {
-  return {Mask::make_params(p), c.batches(),  c.mask.heads, c.row_blocks(), c.block_q,
+  return {Mask::make_params(p), c.batches(),  c.mask.heads,  c.row_blocks(), c.block_q,
           c.block_kv,           c.mask.len_q, c.max_tiles(), c.turns};
 }
 

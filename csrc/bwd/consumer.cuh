@@ -22,9 +22,10 @@ struct KeyConsumer : Pairs<Config> {
   static constexpr bool kDropping = Config::Extra::kDropout && !Config::Extra::kGeneral;
 
   uint64_t k_descriptor, v_descriptor;
+  uint32_t part;  // of dS, that this warpgroup makes
 
   __device__ __forceinline__ KeyConsumer(const KernelParams& params, S& shared, int32_t warpgroup)
-      : Base(params, shared) {
+      : Base(params, shared), part(Config::kDsParts > 1 ? warpgroup : 0) {
     const uint32_t rows = warpgroup * sm90::kWarpgroupRows * sm90::kSwizzleRowBytes;
     k_descriptor = KeyOperand::descriptor(Base::address(shared.k) + rows);
     v_descriptor = KeyOperand::descriptor(Base::address(shared.v) + rows);
@@ -67,9 +68,9 @@ struct KeyConsumer : Pairs<Config> {
     sm90::pin_registers(dp);
     if constexpr (Base::kWide) sm90::pin_registers(dv);
     this->differentiate(dp, w, ds, kept, stage, sub);
-    if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
+    if (sub == 0) shared.empty_ds[buffer.stage][part].wait(buffer.parity ^ 1u);
     this->store_fragment(ds, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(buffer.stage);
+    if (sub == kSubs - 1) this->publish(buffer.stage, part);
 
     if constexpr (!Base::kWide) {
       sm90::wgmma_wait<0>();  // 6
@@ -108,9 +109,9 @@ struct KeyConsumer : Pairs<Config> {
     sm90::pin_registers(dp);
     this->differentiate(dp, p, ds, kept, stage, sub);
     this->drop(p, kept);
-    if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
+    if (sub == 0) shared.empty_ds[buffer.stage][part].wait(buffer.parity ^ 1u);
     this->store_fragment(ds, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(buffer.stage);
+    if (sub == kSubs - 1) this->publish(buffer.stage, part);
 
     this->issue_gradient(dv, p, Base::queries(shared.dout[stage], sub));  // 6
     this->issue_gradient(dk, ds, Base::queries(shared.q[stage], sub));
@@ -154,7 +155,7 @@ struct KeyConsumer : Pairs<Config> {
     }
     const bool k_suspect = this->finish(dk, params.scale), v_suspect = this->finish(dv, params.value_scale());
     this->note(this->warp_key() / sm90::kWarpRows, k_suspect || v_suspect);
-    // SYNC: V's rows of a warpgroup are its own, and their last use is done. K's was the last dQ.
+    // SYNC: V's rows of a warpgroup are its own, and their last use is done. K's was the last dQ, the own part of it.
     if constexpr (Config::kPacked) {
       // PERF: dV waits for dK. Beside it there are no registers for the way row by row.
       this->stage(dv, shared.v);
@@ -162,7 +163,7 @@ struct KeyConsumer : Pairs<Config> {
       this->store(dv, params.dv, shared.v);
     }
     static_assert(Config::kDsBuffers == 1);
-    shared.empty_ds[0].wait(buffer.parity ^ 1u);
+    shared.empty_ds[0][part].wait(buffer.parity ^ 1u);
     if constexpr (Config::kPacked) {
       this->stage(dk, shared.k);
       this->send_own(params.dv, params.dv_rows, params.head_dim_v, shared.v);

@@ -241,7 +241,8 @@ struct DqWarpgroup {
   __device__ __forceinline__ int32_t first_piece() const { return rank() * Config::kCtaPieces; }
 
   // A 64 x 64 piece of dQ: rows 64 * (piece / columns) …, columns 64 * (piece % columns) …; in clusters of both CTAs' keys.
-  __device__ __forceinline__ void multiply(float (&dq)[32], int32_t piece, uint32_t buffer) {
+  // Part by part of dS, from the first on.
+  __device__ __forceinline__ void multiply(float (&dq)[32], int32_t piece, uint32_t buffer, int32_t part) {
     constexpr int32_t kColumns = kColumnPieces / Config::kCluster, kSteps = Config::kCtaKeys / 16;
     const uint32_t ds = static_cast<uint32_t>(__cvta_generic_to_shared(shared.ds[buffer]));
     const uint32_t k = static_cast<uint32_t>(__cvta_generic_to_shared(shared.k));
@@ -252,6 +253,7 @@ struct DqWarpgroup {
     sm90::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps * Config::kCluster; ++i) {
+      if (i % kSteps * Config::kDsParts / kSteps != part) continue;
       const uint64_t b = i < kSteps ? own + KOperand::step(i) : other + OtherOperand::step(i - kSteps);
       Mma::template ss<true, true>(dq, a + DsOperand::step(i), b, i > 0);
     }
@@ -358,7 +360,7 @@ struct DqWarpgroup {
     for (int i = 0; i < Config::kTurns; ++i) open[i] = -1;
 #pragma unroll 1
     for (;; at.advance(), buffer.advance()) {
-      load_next();
+      if constexpr (Config::kDsParts == 1) load_next();
       shared.full[at.stage].wait(at.parity);
       const int32_t tile = __shfl_sync(~0u, shared.step[at.stage].tile, 0);
       if (tile < 0) break;
@@ -371,16 +373,22 @@ struct DqWarpgroup {
       [[maybe_unused]] float* target = params.prepared.dq + place * (Config::kPieces * DqPiece::kFloats);
       [[maybe_unused]] int32_t seen = 0;
       if (kOrdered && sm90::elect()) seen = sm90::load_relaxed(turns(static_cast<int32_t>(place)));
-      shared.full_ds[buffer.stage].wait(buffer.parity);
+      shared.full_ds[buffer.stage][0].wait(buffer.parity);
 #pragma unroll
       for (int32_t piece = 0; piece < Config::kCtaPieces; ++piece) {
         float dq[32];
-        multiply(dq, piece, buffer.stage);
-        // NOTE: behind a product in flight, and a step late: by now most additions are complete.
-        if (kOrdered && piece == 0) end_turns(open, steps, false);
-        sm90::wgmma_wait<0>();
-        sm90::pin_registers(dq);
-        if (piece == Config::kCtaPieces - 1) release_in_cluster<Config>(shared.empty_ds[buffer.stage], lane());
+#pragma unroll
+        for (int32_t part = 0; part < Config::kDsParts; ++part) {
+          if (piece == 0 && part > 0) shared.full_ds[buffer.stage][part].wait(buffer.parity);
+          multiply(dq, piece, buffer.stage, part);
+          // PERF: not ahead of the first part, which may be there before the slower consumers leave the stage.
+          if (Config::kDsParts > 1 && piece == 0 && part == 0) load_next();
+          // NOTE: behind a product in flight, and a step late: by now most additions are complete.
+          if (kOrdered && piece == 0 && part == 0) end_turns(open, steps, false);
+          sm90::wgmma_wait<0>();
+          sm90::pin_registers(dq);
+          if (piece == Config::kCtaPieces - 1) release_in_cluster<Config>(shared.empty_ds[buffer.stage][part], lane());
+        }
         if constexpr (S::kStaged) {
           stage(dq, piece);
           if (!kHeld && sm90::elect()) {

@@ -14,6 +14,7 @@
 // Schedule    the numbered steps of the consumers.
 // Clusters    each CTA loads half of Q's and dO's columns, to both. dS^T goes to the other CTA as it goes to this one's dQ, and
 //             each has half of dQ's columns, of both CTAs' keys: half the bytes that the L2 gives and half of those that it adds.
+//             At d128 dQ's product is made in two parts, each when the dS^T of one warpgroup of either CTA has come.
 // Order       deterministic mode: CTAs add to the same rows of dQ in the order in which they start, see key_order.h;
 //             the first of them stores.
 #pragma once
@@ -68,7 +69,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     DqWarpgroup<Config, kOrdered>{params, shared, shared.key_tile}.load_keys();
   }
   // SYNC: the barriers are there, in the other CTA too.
-  if constexpr (Config::kCluster > 1) {
+  if constexpr (Config::kDsParts > 1) {
+    // PERF: cluster_sync's release is a fence of the whole GPU. fence_barrier_init is all that the other CTA needs.
+    __syncthreads();
+    sm90::cluster_arrive_relaxed();
+    sm90::cluster_wait();
+  } else if constexpr (Config::kCluster > 1) {
     __syncwarp();
     sm90::cluster_sync();
   } else {

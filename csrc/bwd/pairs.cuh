@@ -370,10 +370,10 @@ struct Pairs {
 
   // A warp's part of dS^T, whole, to dQ's warpgroup; in clusters to both CTAs'.
   // SYNC: makes it known to their wgmma. They released the place in both before anything was written there.
-  __device__ __forceinline__ void publish(uint32_t buffer) {
+  __device__ __forceinline__ void publish(uint32_t buffer, uint32_t part) {
     sm90::fence_async_proxy();
     __syncwarp();
-    sm90::Barrier& full = shared.full_ds[buffer];
+    sm90::Barrier& full = shared.full_ds[buffer][part];
     if constexpr (S::kClustered) {
       constexpr uint32_t kBytes = sm90::kWarpRows * sm90::kSwizzleRowBytes;  // in one run
       static_assert(S::DsTile::kGroups == 1);

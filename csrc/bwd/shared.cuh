@@ -153,8 +153,8 @@ struct Shared {
   sm90::Barrier full[Config::kStages];    // producer + TMA bytes (1)    consumers, dQ
   sm90::Barrier empty[Config::kStages];       // consumer warps, dQ's warps     the loading warp
   sm90::Barrier full_p[Config::kDsBuffers];   // P's warps (split)         the other consumers
-  sm90::Barrier full_ds[Config::kDsBuffers];  // dS's warps                dQ
-  sm90::Barrier empty_ds[Config::kDsBuffers];  // dQ's warps               consumers that write first
+  sm90::Barrier full_ds[Config::kDsBuffers][Config::kDsParts];   // the part's warps    dQ
+  sm90::Barrier empty_ds[Config::kDsBuffers][Config::kDsParts];  // dQ's warps          who writes it first
 
   OwnKeys<Config::kPacked, Config::Extra::kBand> own;
   sm90::Barrier finished;  // by gradient: consumer warps             they themselves
@@ -168,8 +168,10 @@ struct Shared {
     }
     for (int s = 0; s < Config::kDsBuffers; ++s) {
       full_p[s].init(4);
-      full_ds[s].init(Config::kSplit == Split::kByKeys ? kConsumerWarps : 4);
-      empty_ds[s].init(4 * Config::kCluster);
+      for (int part = 0; part < Config::kDsParts; ++part) {
+        full_ds[s][part].init(Config::kSplit == Split::kByKeys ? kConsumerWarps / Config::kDsParts : 4);
+        empty_ds[s][part].init(4 * Config::kCluster);
+      }
     }
     if constexpr (Config::kSplit == Split::kByGradient) finished.init(kConsumerWarps);
     sm90::fence_barrier_init();

@@ -37,7 +37,7 @@ struct SplitConsumer : Pairs<Config> {
     Fragment apart;
     Fragment& w = Config::Extra::kGeneral ? apart : weights;
     this->weigh(s, weights, w, kept, stage, sub);
-    if (sub == 0) shared.empty_ds[buffer.stage].wait(buffer.parity ^ 1u);
+    if (sub == 0) shared.empty_ds[buffer.stage][0].wait(buffer.parity ^ 1u);
     this->store_fragment(w, shared.ds[buffer.stage], sub);
     if constexpr (kDropout && !Config::Extra::kGeneral) this->drop(weights, kept);
     __syncwarp();
@@ -53,7 +53,7 @@ struct SplitConsumer : Pairs<Config> {
     this->differentiate(dp, w, weights, kept, stage, sub);
     __syncwarp();
     this->store_fragment(weights, shared.ds[buffer.stage], sub);
-    if (sub == kSubs - 1) this->publish(buffer.stage);
+    if (sub == kSubs - 1) this->publish(buffer.stage, 0);
   }
 
   __device__ __forceinline__ void step(float (&gradient)[kGradients], uint64_t rows, uint32_t stage, uint32_t before,

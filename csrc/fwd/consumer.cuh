@@ -50,8 +50,8 @@ struct Consumer {
   // Whether the softmax goes by the sums of P (attn/softmax.cuh, try_exponentiate), for which S has to stay in registers,
   // and whether its multiply-adds are spread among the exponentials.
   // PERF: d128 4 %, with ALiBi 3 … 5 %, lists 2 … 3 %, small tiles 0 … 10 % (not spread 5 instead of 8 %), d96 3 … 5 %; d64 with
-  // ALiBi 1 … 8 % (not spread 0), without -1 %. Others in benchmarks/NOTES.md.
-  static constexpr bool kSpreads = Config::kHeadDim == 64 || Config::kCtasPerSm > 1;
+  // ALiBi 1 … 8 % (not spread 0), without -1 %; bands 1 % more spread. Others in benchmarks/NOTES.md.
+  static constexpr bool kSpreads = Config::kHeadDim == 64 || Config::kCtasPerSm > 1 || std::is_same_v<Mask, mask::Band>;
   static constexpr bool kTriesExponents = (Score::kPlain || kPlaces) && !Score::kDropout && !kScattered<Mask> &&
                                           ((Config::kHeadDim == 64 && kPlaces) || Config::kHeadDim == 96 ||
                                            (Config::kHeadDim == 128 && Config::kRegistersConsumer > 200));

@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const int32_t warpgroup = warp / 4;
   constexpr bool kPlaces = kPlaceStep<Mask, Config, Score>;
   constexpr bool kKeyBlocks = kNeedsKeyBlocks<Mask, Score>;
-  constexpr bool kLoadsFirst = kKnowsFirstTile<Mask> && !kPlaces && !kKeyBlocks;
+  constexpr bool kLoadsFirst = kKnowsFirstTile<Mask, Config> && !kPlaces && !kKeyBlocks;
   // PERF: known as one thread to the compiler, or each of its copies becomes a loop over lanes.
-  const bool first = kKnowsFirstTile<Mask> ? warp == 0 && sm90::elect() : threadIdx.x == 0;
+  const bool first = kKnowsFirstTile<Mask, Config> ? warp == 0 && sm90::elect() : threadIdx.x == 0;
   if (first) {
     if constexpr (!kIndexed<Mask>) {
       sm90::prefetch_map(params.q);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     sm90::fence_async_proxy();
   }
   // PERF: the first tile's number is known, so it is decoded beside the barriers' making.
-  if (kKnowsFirstTile<Mask> && threadIdx.x == kSchedulerThread) {
+  if (kKnowsFirstTile<Mask, Config> && threadIdx.x == kSchedulerThread) {
     decode_tile<Mask, Config>(params, params.order, blockIdx.x, shared.work[0]);
   }
   __syncthreads();

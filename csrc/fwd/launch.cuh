@@ -54,8 +54,13 @@ Grid make_grid(const AttentionParams& p, int32_t num_sms) {
                                                         : sched::group_size(p, slices);
   grid.order = {grid.row_blocks * (joint ? grid.plan_batches : 1), slices, group};
   grid.ctas = min_of(grid.order.count(), num_sms * Config::kCtasPerSm);
-  grid.late_row_blocks = sched::late_row_blocks(p, grid.order, grid.ctas);
-  grid.counter = grid.order.count() > grid.ctas * (kKnowsFirstTile<Mask> ? 2 : 1);
+  if constexpr (std::is_same_v<Mask, mask::Band>) {
+    const int32_t shorter = ceil_div(Mask::short_rows(p), Config::kBlockQ);
+    grid.late_row_blocks = sched::late_row_blocks(p, grid.order, grid.ctas, shorter);
+  } else {
+    grid.late_row_blocks = sched::late_row_blocks(p, grid.order, grid.ctas);
+  }
+  grid.counter = grid.order.count() > grid.ctas * (kKnowsFirstTile<Mask, Config> ? 2 : 1);
   return grid;
 }
 

@@ -72,11 +72,11 @@ struct TilePlace {
   int32_t head, kv_head;
 };
 
-template <class Mask>
+template <class Mask, class Config>
 __device__ __forceinline__ TilePlace place_of(const KernelParams<Mask>& params, const sched::TileOrder& order,
                                               int32_t tile) {
   TilePlace place;
-  if constexpr (kKnowsFirstTile<Mask>) {
+  if constexpr (kKnowsFirstTile<Mask, Config>) {
     place.index = params.parted_order.decode(tile);
     place.sequence = params.by_heads_q.divide(place.index.slice);
     place.head = place.index.slice - place.sequence * params.heads_q;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void decode_tile(const KernelParams<Mask>& params, co
     work.entry.row_block = -1;
     return;
   }
-  const TilePlace place = place_of(params, order, tile);
+  const TilePlace place = place_of<Mask, Config>(params, order, tile);
   work.head = place.head;
   work.kv_head = place.kv_head;
   work.batch = place.sequence;
@@ -186,7 +186,7 @@ struct Scheduler {
   // 1x2048, two rounds, took 1.2 times as long.
   __device__ __forceinline__ int32_t next_tile(const sched::TileOrder& order, [[maybe_unused]] uint32_t round) {
     int32_t before = gridDim.x;
-    if constexpr (kKnowsFirstTile<Mask>) {
+    if constexpr (kKnowsFirstTile<Mask, Config>) {
       if (round == 1) return 2 * gridDim.x - 1 - blockIdx.x;
       before *= 2;
     }
@@ -200,7 +200,7 @@ struct Scheduler {
     int32_t tile = blockIdx.x;
     uint32_t round = 0;
     [[maybe_unused]] int32_t parts = 0;  // dealt so far
-    if constexpr (kKnowsFirstTile<Mask>) {
+    if constexpr (kKnowsFirstTile<Mask, Config>) {
       on_tile(shared.work[0], 0);
       shared.full_work[0].arrive();
       cudaGridDependencySynchronize();
@@ -236,7 +236,7 @@ struct Scheduler {
 template <class Mask, class Config>
 __device__ __forceinline__ void load_first(const KernelParams<Mask>& params, Shared<Mask, Config>& shared) {
   using S = Shared<Mask, Config>;
-  const TilePlace place = place_of(params, params.order, blockIdx.x);
+  const TilePlace place = place_of<Mask, Config>(params, params.order, blockIdx.x);
   const int32_t first_row = (params.order.row_blocks - 1 - place.index.row_rank) * Config::kBlockQ;
   shared.full_q[0].arrive_expect(S::QTile::kBytes);
   sm90::load_tile<typename S::QTile>(shared.q[0], params.q, first_row, {place.head, place.sequence}, shared.full_q[0]);

@@ -38,6 +38,13 @@ struct Band {
     return {make_bounds(p.mask.global, 0, 0, p.len_q, 0, p.len_kv), p.len_kv};
   }
 
+  // How many of the first rows see fewer keys than those behind them, as their window begins before the first key.
+  static int32_t short_rows(const AttentionParams& p) {
+    const Bounds bounds = make_params(p).bounds;
+    const bool window = bounds.low != -kUnbounded && bounds.high != kUnbounded && !bounds.has_prefix;
+    return window ? clamp(-bounds.low, 0, p.len_q) : 0;
+  }
+
   static FLASHMSA_HD Block block(const Params&, int32_t /*batch*/, int32_t /*head*/, int32_t /*first_row*/,
                                  int32_t /*last_row*/) {
     return {};

@@ -2,7 +2,7 @@
 //
 // A tile is one row block of one slice; a slice is a (batch, head) pair. Slices run in groups whose keys and values stay
 // in L2 together; inside a group the row blocks come longest first, each for all slices of the group. Under a causal mask
-// the shortest row blocks of all slices are left for the end: the last tiles to start end the grid.
+// or a window the first row blocks of all slices, which are shorter, are left for the end: the last tiles to start end the grid.
 #pragma once
 
 #include "core/params.h"
@@ -127,13 +127,19 @@ inline int32_t group_size(const AttentionParams& p, int32_t slices) {
 // PERF: d256 1x16384 1.09, 2x8192 1.07, 4x4096 1.06, 8x2048 1.035; d64, d128 1.00 ... 1.015. Where there are none they
 // cost: d128 8x2048, 32x2048 .99, 16x1024 .93 ... .99. With 2, 3, 6 tiles for each CTA d256 1x16384 1.04, 1.07, 1.09, 4x4096
 // 1.05, 1.06, 1.06.
-inline int32_t late_row_blocks(const AttentionParams& p, const TileOrder& order, int32_t ctas) {
+// `shorter`: how many of a slice's first row blocks are shorter than those behind them.
+inline int32_t late_row_blocks(const AttentionParams& p, const TileOrder& order, int32_t ctas, int32_t shorter) {
   constexpr int64_t kLateTiles = 4, kRowsPerTile = 256;
+  if (order.count() * kRowsPerTile > int64_t{ctas} * p.len_q) return 0;
+  const int32_t most = min_of(shorter, max_of(order.row_blocks / 2 - 2, 0));
+  return static_cast<int32_t>(min_of<int64_t>(ceil_div(kLateTiles * ctas, int64_t{max_of(order.slices, 1)}), most));
+}
+
+// The same of a causal mask; others have none.
+inline int32_t late_row_blocks(const AttentionParams& p, const TileOrder& order, int32_t ctas) {
   // Where the first rows see most of the keys already, they are as long as others and read as much.
   const bool triangle = p.mask.kind == MaskKind::kCausal && p.len_kv - p.len_q <= p.len_kv / 4;
-  if (!triangle || order.count() * kRowsPerTile > int64_t{ctas} * p.len_q) return 0;
-  return static_cast<int32_t>(
-      min_of<int64_t>(ceil_div(kLateTiles * ctas, int64_t{order.slices}), max_of(order.row_blocks / 2 - 2, 0)));
+  return triangle ? late_row_blocks(p, order, ctas, order.row_blocks) : 0;
 }
 
 }  // namespace flashmsa::sched

@@ -321,6 +321,16 @@ void check_band(const MaskCase& mask, TileShape shape) {
   if (!mask::Band::serves(params)) return;
   ++bands;
   check_blocks<mask::Band>(mask, shape);
+  // Rows that a grid may keep for its end: no longer than those behind them.
+  const mask::Band::Params band = mask::Band::make_params(params);
+  const auto keys_of = [&](int32_t row) { return mask::visible_keys(mask::Band::row(band, {}, row)); };
+  const int32_t shorter = mask::Band::short_rows(params);
+  CHECK(0 <= shorter && shorter <= mask.len_q, "%d short rows of %s", shorter, mask.text().c_str());
+  for (int32_t row = 1; row < min_of(shorter + 1, mask.len_q); ++row) {
+    if (keys_of(row) < mask.len_kv - row) {  // not at the end of the keys
+      CHECK(keys_of(row - 1) <= keys_of(row), "row %d of %d short ones, %s", row, shorter, mask.text().c_str());
+    }
+  }
 }
 
 void check_mask(const MaskCase& mask, TileShape shape) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "check.h"
+#include "mask/band.h"
 #include "mask/list.h"
 #include "mask/packed.h"
 #include "sched/plan.h"
@@ -126,6 +127,36 @@ void check_late_tiles() {
   CHECK(late_of({32, 32, 8}, 4096) == 0, "a dense mask");
 }
 
+// The first rows of a window that begins before the keys come last, as many as make four tiles a CTA.
+void check_late_windows() {
+  constexpr int32_t kCtas = 132;
+  const auto short_rows = [](int32_t len_q, int32_t len_kv, int32_t left, int32_t right, int32_t prefix) {
+    AttentionParams p;
+    p.mask.kind = MaskKind::kComposite;
+    p.len_q = len_q;
+    p.len_kv = len_kv;
+    p.mask.global.left[0] = left;
+    p.mask.global.right[0] = right;
+    p.mask.global.prefix[0] = prefix;
+    return mask::Band::short_rows(p);
+  };
+  CHECK(short_rows(32768, 32768, 4096, 0, kUnbounded) == 4096, "a causal window");
+  CHECK(short_rows(32768, 32768, 4096, 4096, kUnbounded) == 4096, "to both sides");
+  CHECK(short_rows(32768, 32768, 1 << 20, 0, kUnbounded) == 32768, "wider than the keys");
+  CHECK(short_rows(2048, 30720, 4096, 0, kUnbounded) == 0, "the last rows alone");
+  CHECK(short_rows(2048, 4096, 4096, 0, kUnbounded) == 2048, "some keys ahead of the first row");
+  CHECK(short_rows(32768, 32768, kUnbounded, 0, kUnbounded) == 0, "no window");
+  CHECK(short_rows(32768, 32768, 4096, kUnbounded, kUnbounded) == 0, "the first rows see the most");
+  CHECK(short_rows(32768, 32768, 4096, 0, 1000) == 0, "a prefix");
+  AttentionParams p;
+  p.len_q = p.len_kv = 32768;
+  const auto late_of = [&](int32_t shorter) { return sched::late_row_blocks(p, {256, 16, 2}, kCtas, shorter); };
+  CHECK(late_of(32) == 32 && late_of(0) == 0, "no more than are short");
+  CHECK(late_of(256) == 33, "four tiles a CTA");
+  p.len_q = p.len_kv = 1024;
+  CHECK(sched::late_row_blocks(p, {8, 128, 32}, kCtas, 4) == 0, "many tiles for so few rows");
+}
+
 // As many slices as fit, whole sets of heads that share keys, at least one set.
 void check_group_size(Random& random) {
   AttentionParams p;
@@ -171,6 +202,7 @@ int run() {
     }
   }
   check_late_tiles();
+  check_late_windows();
   Random random(31);
   for (int32_t trial = 0; trial < 2000; ++trial) {
     check_group_size(random);

@@ -122,6 +122,8 @@ constexpr bool kTakesTurns =
 template <class Mask>
 void check_spans(const MaskCase& mask, const typename Mask::Params& params, int32_t batch, int32_t head, int32_t first,
                  TileShape shape) {
+  // NOTE: a plan has room for so many spans; kernels of taller tiles have masks without.
+  if (Mask::kSpansPlanned && shape.block_q > sched::kMaxSpans * sched::kSpanRows) return;
   auto entry = sched::plan_row_block<Mask>(params, batch, head, first / shape.block_q, shape.block_q, shape.block_kv,
                                            mask.len_q);
   sched::plan_spans(params, entry, shape.block_q, shape.block_kv, mask.len_q);
